@@ -1,0 +1,1 @@
+"""Dynamic embedding tables for TorchRec."""

@@ -1,0 +1,1 @@
+"""The module: batched lookups with autograd over a group of tables."""

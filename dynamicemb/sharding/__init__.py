@@ -1,0 +1,1 @@
+"""TorchRec integration: planner, sharders, input distribution."""

@@ -1,0 +1,1 @@
+"""Kernels in numba, for tables on the CPU."""
