@@ -1,0 +1,112 @@
+"""The index of a group: which id is in which slot, and which row the slot owns."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+# Entries of ``Index.clock``, a small tensor on the table's device so that a step can advance it without the host.
+STEP = 0  # step number, the tag of everything this step touches
+OLDEST = 1  # oldest step whose ids are protected
+NOW = 2  # timestamp of the step, Unix nanoseconds
+UPDATES = 3  # optimizer applications so far
+CLOCK_SIZE = 4
+
+# Columns of ``Index.counters``.
+HITS = 0
+MISSES = 1
+INSERTED = 2
+EVICTED = 3
+FAILED = 4
+ERASED = 5
+DROPPED = 6  # gradients of ids that were gone by the time of backward
+NUM_COUNTERS = 7
+COUNTER_NAMES = ("hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients")
+
+INDEX_BYTES_PER_SLOT = 25
+
+
+@dataclass
+class Index:
+    """Tensors of one group's index, all on one device. Tables are ranges of buckets.
+
+    Attributes:
+        keys: i64 ``[S]``, meaningful where the digest says occupied.
+        digests: u8 ``[S]``, 0 empty, 1 erased, else a fingerprint of the key.
+        scores: i64 ``[S]``, lowest is evicted first.
+        rows: i32 ``[S]``, the row a slot owns, also while the slot is empty.
+        tags: i32 ``[S]``, the last step that touched the slot.
+        bucket_offsets: i64 ``[T+1]``, first bucket of each table.
+        clock: i64 ``[CLOCK_SIZE]``.
+        score_values: i64 ``[T]``, what a touch writes or, for LFU, adds.
+        counters: i64 ``[T, NUM_COUNTERS]``.
+        bucket_capacity: slots of a bucket, a multiple of 16.
+        accumulate: LFU: touches add to the score instead of replacing it.
+    """
+
+    keys: torch.Tensor
+    digests: torch.Tensor
+    scores: torch.Tensor
+    rows: torch.Tensor
+    tags: torch.Tensor
+    bucket_offsets: torch.Tensor
+    clock: torch.Tensor
+    score_values: torch.Tensor
+    counters: torch.Tensor
+    bucket_capacity: int
+    accumulate: bool
+
+    @classmethod
+    def create(
+        cls, num_buckets: list[int], bucket_capacity: int, first_rows: list[int], accumulate: bool, device: torch.device
+    ) -> "Index":
+        """Make an empty index.
+
+        Args:
+            num_buckets: buckets of each table.
+            bucket_capacity: slots of a bucket.
+            first_rows: row id of each table's first slot; slot ``i`` of table ``t`` owns row ``first_rows[t] + i``.
+            accumulate: LFU.
+            device: where the tensors live.
+        """
+        slots = sum(num_buckets) * bucket_capacity
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        rows = torch.empty(slots, dtype=torch.int32, device=device)
+        begin = 0
+        for buckets, first_row in zip(num_buckets, first_rows, strict=True):
+            size = buckets * bucket_capacity
+            torch.arange(first_row, first_row + size, dtype=torch.int32, out=rows[begin : begin + size])
+            begin += size
+        return cls(
+            keys=zeros(slots),
+            digests=zeros(slots, dtype=torch.uint8),
+            scores=zeros(slots),
+            rows=rows,
+            tags=zeros(slots, dtype=torch.int32),
+            bucket_offsets=torch.tensor([0, *num_buckets], dtype=torch.int64, device=device).cumsum(0),
+            clock=zeros(CLOCK_SIZE),
+            score_values=zeros(len(num_buckets)),
+            counters=zeros(len(num_buckets), NUM_COUNTERS),
+            bucket_capacity=bucket_capacity,
+            accumulate=accumulate,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.keys.numel()
+
+    @property
+    def num_tables(self) -> int:
+        """T."""
+        return self.score_values.numel()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in field order, as the ops take them."""
+        return [getattr(self, f.name) for f in fields(self) if f.type in (torch.Tensor, "torch.Tensor")]
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())

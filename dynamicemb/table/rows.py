@@ -1,0 +1,113 @@
+"""Value rows of a group's tables: one allocation per chunk, found by address.
+
+A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16 bytes.
+Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
+
+    address(row, t) = chunk_bases[row >> chunk_shift] + (row & (1 << chunk_shift) - 1) * row_bytes[t]
+
+Example: two tables of 48 and 16 rows give ``chunk_shift = 6``; table 0 owns rows 0..47, table 1 rows 64..79. Row ids
+48..63 do not exist: an entry of the chunk table need not be full, and only rows that exist take memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dynamicemb.dynamicemb_config import row_bytes as bytes_of_row
+
+MAX_ROWS = 2**31 - 1
+_BASE_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a row of one table holds: ``dim`` weights and ``num_state`` fp32 optimizer values."""
+
+    dim: int
+    num_state: int
+
+    def state_offset(self, dtype: torch.dtype) -> int:
+        """Return the bytes from the row's start to its optimizer state."""
+        return (self.dim * dtype.itemsize + 3) // 4 * 4
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a row, a multiple of 16."""
+        return bytes_of_row(dtype, self.dim, self.num_state)
+
+
+class RowStore:
+    """Rows of the tables of one group on one device.
+
+    Attributes:
+        dtype: dtype of the weights: float32, float16 or bfloat16.
+        formats: one ``RowFormat`` per table.
+        dims: i32 ``[T]``.
+        num_states: i32 ``[T]``.
+        row_bytes: i64 ``[T]``.
+        state_offsets: i64 ``[T]``, bytes from a row's start to its state.
+        chunk_bases: i64 ``[C]``, addresses.
+        chunk_shift: log2 of the row ids behind one entry of ``chunk_bases``.
+        chunks: the memory itself, u8, kept alive here.
+    """
+
+    def __init__(self, capacities: list[int], formats: list[RowFormat], dtype: torch.dtype, device: torch.device):
+        """Allocate rows for every table; their contents are undefined until initialised.
+
+        Args:
+            capacities: rows of each table.
+            formats: format of each table's rows.
+            dtype: dtype of the weights.
+            device: where the rows live.
+
+        Raises:
+            ValueError: the row ids of the group do not fit in 31 bits.
+        """
+        self.dtype = dtype
+        self.device = device
+        self.formats = formats
+        self.dims = torch.tensor([f.dim for f in formats], dtype=torch.int32, device=device)
+        self.num_states = torch.tensor([f.num_state for f in formats], dtype=torch.int32, device=device)
+        self.row_bytes = torch.tensor([f.num_bytes(dtype) for f in formats], dtype=torch.int64, device=device)
+        self.state_offsets = torch.tensor([f.state_offset(dtype) for f in formats], dtype=torch.int64, device=device)
+        self.chunk_shift = _chunk_shift(capacities)
+        self.chunks: list[torch.Tensor] = []
+        self.first_rows: list[int] = []
+        bases: list[int] = []
+        for rows, row_format in zip(capacities, formats, strict=True):
+            self.first_rows.append(len(bases) << self.chunk_shift)
+            bases += self._allocate(rows, row_format.num_bytes(dtype))
+        if len(bases) << self.chunk_shift > MAX_ROWS:
+            raise ValueError(
+                f"capacity: {sum(capacities)} rows in one group need more than {MAX_ROWS} row ids; "
+                "lower max_capacity or give the tables to several modules"
+            )
+        self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=device)
+
+    def _allocate(self, rows: int, row_bytes: int) -> list[int]:
+        """Allocate one table's rows and return the chunk bases that cover them."""
+        chunk = torch.empty(rows * row_bytes + _BASE_ALIGNMENT, dtype=torch.uint8, device=self.device)
+        self.chunks.append(chunk)
+        base = (chunk.data_ptr() + _BASE_ALIGNMENT - 1) // _BASE_ALIGNMENT * _BASE_ALIGNMENT
+        step = row_bytes << self.chunk_shift
+        return [base + i * step for i in range(-(-rows >> self.chunk_shift))]
+
+    @property
+    def num_tables(self) -> int:
+        """T."""
+        return len(self.formats)
+
+    def num_bytes(self) -> int:
+        """Return the bytes allocated for rows."""
+        return sum(chunk.numel() for chunk in self.chunks)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the small tensors that kernels read, in the order of the ops' ``store`` argument."""
+        return [self.chunk_bases, self.dims, self.num_states, self.row_bytes, self.state_offsets]
+
+
+def _chunk_shift(capacities: list[int]) -> int:
+    """Choose the largest chunk that covers the largest table and still gives every table its own entries."""
+    shift = max(4, (max(capacities) - 1).bit_length())
+    while shift > 4 and sum(-(-c >> shift) for c in capacities) << shift > MAX_ROWS:
+        shift -= 1
+    return shift
