@@ -6,6 +6,7 @@ either enum work.
 """
 
 import enum
+import functools
 import importlib
 import math
 import warnings
@@ -50,31 +51,25 @@ if TYPE_CHECKING:
     EmbOptimType = _EmbOptimType
 
 
-def _load_emb_optim_type() -> Any:
+@functools.cache
+def _emb_optim_type() -> Any:
     try:
         return importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType
-    except ModuleNotFoundError as error:
-        if error.name != "fbgemm_gpu":
-            _warn_broken_fbgemm(error)
     # A build for another torch or CUDA fails in ways of its own: missing libraries, missing symbols.
-    except Exception as error:
-        _warn_broken_fbgemm(error)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if getattr(error, "name", None) != "fbgemm_gpu":
+            warnings.warn(
+                f"fbgemm_gpu is installed but cannot be imported ({error}); EmbOptimType is dynamicemb's own copy. "
+                "Install the fbgemm_gpu that matches torch",
+                UserWarning,
+                stacklevel=3,
+            )
     return _EmbOptimType
-
-
-def _warn_broken_fbgemm(error: Exception) -> None:
-    warnings.warn(
-        f"fbgemm_gpu is installed but cannot be imported ({error}); EmbOptimType is dynamicemb's own copy. "
-        "Install the fbgemm_gpu that matches torch",
-        UserWarning,
-        stacklevel=4,
-    )
 
 
 def __getattr__(name: str) -> Any:
     if name == "EmbOptimType":
-        globals()[name] = _load_emb_optim_type()
-        return globals()[name]
+        return _emb_optim_type()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -126,11 +121,10 @@ def string_to_opt_type(name: str) -> "EmbOptimType":
     Raises:
         ValueError: the name is not that of a supported optimizer.
     """
-    optimizer_kind(name)
     if not isinstance(name, str):
-        raise TypeError(f"name must be a string, got {name!r}")
-    opt_type = __getattr__("EmbOptimType") if "EmbOptimType" not in globals() else globals()["EmbOptimType"]
-    return opt_type(name)
+        raise TypeError(f"name must be a string, got {name!r}; use for example 'adam'")
+    optimizer_kind(name)
+    return _emb_optim_type()(name)  # type: ignore[no-any-return]
 
 
 def get_required_arg(args: Mapping[str, Any], name: str) -> Any:

@@ -100,7 +100,9 @@ class DynamicEmbInitializerArgs:
                 _check_float32(name, getattr(self, name))
         truncated = self.mode is DynamicEmbInitializerMode.TRUNCATED_NORMAL
         if truncated and self.std_dev <= 0:
-            raise ValueError(f"std_dev must be > 0 for TRUNCATED_NORMAL, got {self.std_dev}; use CONSTANT for one value")
+            raise ValueError(
+                f"std_dev must be > 0 for TRUNCATED_NORMAL, got {self.std_dev}; use CONSTANT for one value"
+            )
         if self.mode is DynamicEmbInitializerMode.NORMAL and self.std_dev < 0:
             raise ValueError(f"std_dev must be >= 0 for NORMAL, got {self.std_dev}")
         reads_bounds = "lower" in _RELEVANT_FIELDS[self.mode]
