@@ -1,11 +1,13 @@
 """The tables of one module, fused in one index: find, insert, erase, export, statistics."""
 
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.index import COUNTER_NAMES, FAILED, Index
+from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, UPDATES, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.results import InsertResult
@@ -92,6 +94,15 @@ class TableGroup:
         self.kernels = kernels_for(device)
         self._state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["kernels"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.kernels = kernels_for(self.device)
+
     # Steps
 
     def begin_step(self) -> Step:
@@ -129,6 +140,13 @@ class TableGroup:
         result = self.kernels.insert(self.index, ids, table_ranges, rows, frequencies)
         self._initialize(ids, table_ranges, rows, result.new)
         return rows, result
+
+    def rows_still_owned(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows i32 ``[N]`` of an earlier lookup with -1 where the id has lost its row since; counts those."""
+        gone = (rows >= 0) & (self.find(ids, table_ranges) != rows)
+        tables = torch.searchsorted(table_ranges, gone.nonzero().flatten(), right=True) - 1
+        self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
+        return torch.where(gone, -1, rows)
 
     def _initialize(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
         if new.numel():
@@ -208,6 +226,10 @@ class TableGroup:
             return 1
         value = int(self.index.score_values[table])
         return value + 1 if self.options.strategy == SCORE_STEP else value
+
+    def now(self) -> int:
+        """Return Unix nanoseconds, later than any step so far."""
+        return max(int(self.index.clock[NOW]) + 1, time.time_ns())
 
     # Reports
 

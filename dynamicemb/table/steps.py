@@ -19,6 +19,11 @@ class Step:
         """Say that nothing of this step will come any more; doing so twice is harmless."""
         self._tracker._outstanding.discard(self.number)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the step's ids are no longer protected by it."""
+        return self.number not in self._tracker._outstanding
+
     def __del__(self) -> None:
         self.finish()
 
@@ -51,6 +56,15 @@ class StepTracker:
     def oldest(self) -> int:
         """Return the number of the oldest step whose ids are protected."""
         return max(1, min([*self._outstanding, self.current]) - self._protect_steps)
+
+    def __getstate__(self) -> dict[str, int]:
+        # A copy has no outstanding steps: no graph will ever call back into it.
+        return {"protect_steps": self._protect_steps, "base": self._base, "current": self.current}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        StepTracker.__init__(self, state["protect_steps"])
+        self._base = state["base"]
+        self.current = state["current"]
 
     @property
     def num_outstanding(self) -> int:
