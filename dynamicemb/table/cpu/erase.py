@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from dynamicemb.table.cpu.find import probe
 from dynamicemb.table.cpu.hashing import bucket_of, digest_of, group_of, mix
+from dynamicemb.table.cpu.memory import read_i64, write_u8
+from dynamicemb.table.cpu.probe import index_view, probe
 from dynamicemb.table.index import ERASED, OLDEST, Index
 
 
@@ -24,11 +25,7 @@ def erase(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.
     for t in range(index.num_tables):
         begin, end = int(table_ranges[t]), int(table_ranges[t + 1])
         if begin < end:
-            _erase_kernel(
-                index.keys.numpy(), index.digests.numpy(), index.digests.view(torch.int64).numpy(),
-                (int(index.bucket_offsets[t]), int(index.bucket_offsets[t + 1]), index.bucket_capacity),
-                ids.numpy()[begin:end], erased[begin:end],
-            )  # fmt: skip
+            _erase_kernel(index_view(index), t, ids.numpy()[begin:end], erased[begin:end])
             index.counters[t, ERASED] += int(erased[begin:end].sum())
     return torch.from_numpy(erased)
 
@@ -46,15 +43,16 @@ def rebuild(index: Index, table: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _erase_kernel(keys, digests, words, buckets, ids, erased):
-    bucket_begin, bucket_end, bucket_capacity = buckets
-    num_groups = bucket_capacity // 16
+def _erase_kernel(view, table, ids, erased):
+    first_bucket = read_i64(view.bucket_offsets, table)
+    num_buckets = read_i64(view.bucket_offsets, table + 1) - first_bucket
+    num_groups = view.bucket_capacity // 16
     for i in range(ids.size):
         h = mix(ids[i])
-        base = (bucket_begin + bucket_of(h, bucket_end - bucket_begin)) * bucket_capacity
-        slot = probe(keys, words, base, num_groups, group_of(h, num_groups), digest_of(h), ids[i])
+        base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
+        slot = probe(view, base, group_of(h, num_groups), digest_of(h), ids[i])
         if slot >= 0:
-            digests[slot] = 1
+            write_u8(view.digests, slot, 1)
             erased[i] = True
 
 

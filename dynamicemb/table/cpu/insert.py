@@ -4,10 +4,11 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from dynamicemb.table.cpu.find import probe
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, mix
+from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
+from dynamicemb.table.cpu.probe import index_view, next_group, probe
 from dynamicemb.table.cpu.threads import num_threads
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, OLDEST, STEP, Index
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, Index
 from dynamicemb.table.results import InsertResult
 
 # What happened to a missing occurrence.
@@ -51,20 +52,13 @@ def insert(
     if missing.size:
         parts = num_threads() if missing.size >= 512 else 1
         counts = np.zeros((parts, index.num_tables, 4), np.int64)
-        _insert_kernel(
-            index.keys.numpy(),
-            (index.digests.numpy(), index.digests.view(torch.int64).numpy()),
-            index.scores.numpy(),
-            index.rows.numpy(),
-            index.tags.numpy(),
-            (index.bucket_offsets.numpy(), index.bucket_capacity),
-            (index.score_values.numpy(), index.clock.numpy()[STEP], index.clock.numpy()[OLDEST], index.accumulate),
-            (ids.numpy(), table_ranges.numpy(), index.scores.numpy()[:0] if frequencies is None else frequencies.numpy()),
-            missing,
-            rows.numpy(),
-            (outcome, victims),
-            counts,
+        batch = (
+            ids.data_ptr(),
+            table_ranges.data_ptr(),
+            rows.data_ptr(),
+            0 if frequencies is None else frequencies.data_ptr(),
         )
+        _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
         counted = counts.sum(0)
         counters = index.counters.numpy()
         counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
@@ -81,113 +75,100 @@ def insert(
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _insert_kernel(keys, digests, scores, rows, tags, buckets, touch, batch, missing, out, events, counts):
-    bucket_offsets, bucket_capacity = buckets
-    ids, table_ranges, _ = batch
+def _insert_kernel(view, batch, missing, outcome, victims, counts):
+    ids, table_ranges, _, _ = batch
     parts = counts.shape[0]
-    num_tables = counts.shape[1]
     num_missing = missing.size
-    total = bucket_offsets[num_tables]
+    total = read_i64(view.bucket_offsets, view.num_tables)
     table_of = np.empty(num_missing, np.int32)
     owner = np.empty(num_missing, np.int32)
     t = 0
     for m in range(num_missing):
-        while missing[m] >= table_ranges[t + 1]:
+        while missing[m] >= read_i64(table_ranges, t + 1):
             t += 1
         table_of[m] = t
-    for m in prange(num_missing):
-        t = table_of[m]
-        begin = bucket_offsets[t]
-        bucket = begin + bucket_of(mix(ids[missing[m]]), bucket_offsets[t + 1] - begin)
-        owner[m] = bucket * parts // total
+        first = read_i64(view.bucket_offsets, t)
+        num_buckets = read_i64(view.bucket_offsets, t + 1) - first
+        owner[m] = (first + bucket_of(mix(read_i64(ids, missing[m])), num_buckets)) * parts // total
     for part in prange(parts):
         for m in range(num_missing):
             if owner[m] == part:
-                _place(
-                    keys, digests, scores, rows, tags, buckets, touch, batch, missing[m], table_of[m], out, m, events,
-                    counts[part],
-                )  # fmt: skip
+                kind = _place(view, batch, missing[m], table_of[m], victims[:, m])
+                outcome[m] = kind
+                counts[part, table_of[m], kind] += 1
 
 
-@njit(nogil=True, cache=True)
-def _place(keys, digests, scores, rows, tags, buckets, touch, batch, i, t, out, m, events, counts):
-    """Give occurrence ``i`` of table ``t`` a slot, or fail."""
-    bucket_offsets, bucket_capacity = buckets
-    score_values, step, oldest, accumulate = touch
-    ids, _, frequencies = batch
-    outcome, victims = events
-    key = ids[i]
+@njit
+def _place(view, batch, i, t, victim):
+    """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened."""
+    ids, _, out, frequencies = batch
+    key = read_i64(ids, i)
     h = mix(key)
-    num_groups = bucket_capacity // 16
-    first_bucket = bucket_offsets[t]
-    base = (first_bucket + bucket_of(h, bucket_offsets[t + 1] - first_bucket)) * bucket_capacity
-    group = group_of(h, num_groups)
+    first_bucket = read_i64(view.bucket_offsets, t)
+    num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
+    base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
+    group = group_of(h, view.bucket_capacity // 16)
     digest = digest_of(h)
-    amount = score_values[t]
-    if accumulate:
-        amount = frequencies[i] if frequencies.size > 0 else 1
-    slot = probe(keys, digests[1], base, num_groups, group, digest, key)
+    score = read_i64(view.score_values, t)
+    if view.accumulate:
+        score = read_i64(frequencies, i) if frequencies != 0 else 1
+    slot = probe(view, base, group, digest, key)
     if slot >= 0:
         # An earlier occurrence of this batch placed it.
-        out[i] = rows[slot]
-        if accumulate:
-            scores[slot] += amount
-        outcome[m] = _PLACED_BEFORE
-        return
-    slot = _free_slot(digests, tags, base, num_groups, group, oldest)
+        write_i32(out, i, read_i32(view.rows, slot))
+        if view.accumulate:
+            write_i64(view.scores, slot, read_i64(view.scores, slot) + score)
+        return _PLACED_BEFORE
     kind = _INSERTED
+    slot = _free_slot(view, base, group)
     if slot < 0:
-        slot = _victim(keys, scores, tags, base, bucket_capacity, oldest)
-        kind = _EVICTED if slot >= 0 else _FAILED
-    outcome[m] = kind
-    counts[t, kind] += 1
-    if slot < 0:
-        return
-    if kind == _EVICTED:
-        victims[0, m] = keys[slot]
-        victims[1, m] = scores[slot]
-    keys[slot] = key
-    digests[0][slot] = digest
-    scores[slot] = amount
-    tags[slot] = step
-    out[i] = rows[slot]
+        kind = _EVICTED
+        slot = _lowest(view, base)
+        if slot < 0:
+            return _FAILED
+        victim[0] = read_i64(view.keys, slot)
+        victim[1] = read_i64(view.scores, slot)
+    write_i64(view.keys, slot, key)
+    write_u8(view.digests, slot, digest)
+    write_i64(view.scores, slot, score)
+    write_i32(view.tags, slot, view.step)
+    write_i32(out, i, read_i32(view.rows, slot))
+    return kind
 
 
-@njit(nogil=True, cache=True)
-def _free_slot(digests, tags, base, num_groups, group, oldest):
-    """Return the first slot in probe order that is empty, or erased by then unprotected; -1 if none.
+@njit
+def _free_slot(view, base, group):
+    """Return the first slot in probe order that is empty, or erased and not protected; -1 if none.
 
     The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty slot.
     """
-    for step in range(num_groups):
-        g = group + step
-        if g >= num_groups:
-            g -= num_groups
-        first = base + g * 16
-        low = np.uint64(digests[1][first >> 3])
-        high = np.uint64(digests[1][(first >> 3) + 1])
-        if (bytes_equal(low, 0) | bytes_equal(low, 1) | bytes_equal(high, 0) | bytes_equal(high, 1)) == 0:
-            continue
-        for slot in range(first, first + 16):
-            digest = digests[0][slot]
-            if digest == 0 or (digest == 1 and tags[slot] < oldest):
-                return slot
+    num_groups = view.bucket_capacity // 16
+    for _ in range(num_groups):
+        first = base + group * 16
+        low = read_u64(view.digests + first, 0)
+        high = read_u64(view.digests + first, 1)
+        if (bytes_equal(low, 0) | bytes_equal(low, 1) | bytes_equal(high, 0) | bytes_equal(high, 1)) != 0:
+            for slot in range(first, first + 16):
+                digest = read_u8(view.digests, slot)
+                if digest == 0 or (digest == 1 and read_i32(view.tags, slot) < view.oldest):
+                    return slot
+        group = next_group(group, num_groups)
     return -1
 
 
-@njit(nogil=True, cache=True)
-def _victim(keys, scores, tags, base, bucket_capacity, oldest):
+@njit
+def _lowest(view, base):
     """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a bucket without free slots, or -1."""
     best = -1
     best_score = np.int64(0)
     best_hash = np.uint64(0)
-    for slot in range(base, base + bucket_capacity):
-        if tags[slot] >= oldest:
+    for slot in range(base, base + view.bucket_capacity):
+        if read_i32(view.tags, slot) >= view.oldest:
             continue
-        score = scores[slot]
+        score = read_i64(view.scores, slot)
         if best >= 0 and score > best_score:
             continue
-        h = mix(keys[slot])
+        h = mix(read_i64(view.keys, slot))
         if best < 0 or score < best_score or h < best_hash:
             best = slot
             best_score = score
