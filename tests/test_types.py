@@ -55,7 +55,7 @@ def test_initializer_defaults():
     assert (args.lower, args.upper, args.value) == (None, None, 0.0)
 
 
-@pytest.mark.parametrize(("mode", "name"), itertools.product(Mode, OTHER_VALUE))
+@pytest.mark.parametrize(("mode", "name"), [*itertools.product(Mode, OTHER_VALUE)])
 def test_equality_sees_exactly_the_fields_that_the_mode_reads(mode, name):
     plain, changed = DynamicEmbInitializerArgs(mode=mode), quiet(mode=mode, **{name: OTHER_VALUE[name]})
     assert (plain != changed) == (name in FIELDS[mode])
@@ -63,7 +63,7 @@ def test_equality_sees_exactly_the_fields_that_the_mode_reads(mode, name):
         assert hash(plain) == hash(changed)
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(Mode, 2))
+@pytest.mark.parametrize(("first", "second"), [*itertools.combinations(Mode, 2)])
 def test_different_modes_are_unequal(first, second):
     assert DynamicEmbInitializerArgs(mode=first) != DynamicEmbInitializerArgs(mode=second)
 
@@ -92,7 +92,7 @@ def test_equality_is_agreement_in_mode_and_read_fields(a, b):
         assert hash(a) == hash(b)
 
 
-@pytest.mark.parametrize(("mode", "name"), itertools.product(Mode, OTHER_VALUE))
+@pytest.mark.parametrize(("mode", "name"), [*itertools.product(Mode, OTHER_VALUE)])
 def test_c27_a_field_that_the_mode_ignores_warns(mode, name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
