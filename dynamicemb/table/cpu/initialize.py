@@ -157,7 +157,7 @@ def _fill(values, mode, params, key, id_):
         values[:] = np.float32(id_ % DEBUG_MODULUS)
 
 
-# The two writers must not say inline="always": in a parallel function numba then takes the last store to a raw-memory 
+# The two writers must not say inline="always": in a parallel function numba then takes the last store to a raw-memory
 # view for dead code and drops it (test_c09_every_byte_of_new_rows_is_written_and_no_other).
 @njit(nogil=True)
 def _write_weights(address, values, dim, dtype):
