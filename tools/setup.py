@@ -112,8 +112,8 @@ def check() -> None:
         except Exception as error:
             sys.exit(
                 f"cannot import {name} with {sys.executable}: {type(error).__name__}: {error}\n"
-                f"Versions that load together (torch: fbgemm_gpu, torchrec): {TRIPLES}. On a CPU machine the package is "
-                "fbgemm-gpu-cpu, and torchrec must be installed with --no-deps."
+                f"Versions that load together (torch: fbgemm_gpu, torchrec): {TRIPLES}. On a CPU machine the package "
+                "is fbgemm-gpu-cpu, and torchrec must be installed with --no-deps."
             )
         versions[name] = getattr(module, "__version__", "unknown")
     print(
@@ -132,7 +132,7 @@ def main() -> None:
     """Run one of the three commands of the module docstring."""
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (nothing has checked it before this line)
         sys.exit(f"Python 3.10 or newer is needed, this is {platform.python_version()}: set PYTHON= to another one")
     if sys.argv[1] in ("none", "check"):
         check()
