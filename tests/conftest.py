@@ -75,6 +75,8 @@ class ExecutedTests:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.minimum:
+            return
         verdict = "enough" if self.count >= self.minimum else "TOO FEW"
         terminalreporter.write_line(f"executed tests: {self.count}, at least {self.minimum} wanted: {verdict}")
 
