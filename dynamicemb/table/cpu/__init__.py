@@ -9,7 +9,7 @@ from dynamicemb.table.cpu.insert import insert
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
 from dynamicemb.table.cpu.scan import scan
 from dynamicemb.table.cpu.transfer import read_rows, write_rows
-#from dynamicemb.table.cpu.update import update
+from dynamicemb.table.cpu.update import update
 
 __all__ = [
     "advance",
