@@ -21,7 +21,7 @@ from dynamicemb.table.cpu.vectors import (
 )
 from dynamicemb.table.rows import RowStore
 
-_AHEAD = 12
+_AHEAD = 16
 
 
 @launcher("rows")
