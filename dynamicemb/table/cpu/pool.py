@@ -7,6 +7,7 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dynamicemb.table.cpu.memory import f32_at
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
     add_scaled,
@@ -76,6 +77,7 @@ def bag_position(bags, k, feature):
     return (k - feature * bags.batch_size) * bags.width + read_i64(bags.column_offsets, feature)
 
 
+@launcher("rows")
 def pool(
     store: RowStore,
     rows: torch.Tensor,
@@ -166,6 +168,7 @@ def _sum_bag(store, bags, sums, bag, missing_value):
                 values[d] += missing
 
 
+@launcher("rows")
 def pool_weights_grad(
     store: RowStore, rows: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout, grad: torch.Tensor
 ) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dynamicemb.table.cpu.group import group_by_row
 from dynamicemb.table.cpu.memory import F32, f32_at
 from dynamicemb.table.cpu.pool import bag_position, bag_scale, bags_view
 from dynamicemb.table.cpu.rules import apply_rule, rule_of, store_stochastic
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
     add_scaled,
@@ -57,6 +58,7 @@ class GradientView(NamedTuple):
     clip: np.float32
 
 
+@launcher("grad")
 def update(
     store: RowStore,
     spec: OptimizerSpec,
