@@ -194,6 +194,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     # Lookup
 
+    # Tables are changed behind the graph's back, so a compiled model breaks its graph here and runs the lookup eagerly.
+    @torch.compiler.disable
     def forward(
         self,
         indices: torch.Tensor,
