@@ -161,7 +161,8 @@ def store_stochastic(address, values_address, n, dtype, randomness):
     """Write ``n`` floats as bf16 or fp16 at an address, rounded stochastically.
 
     Args:
-        randomness: ``(table key, id, step)``. Column ``c`` uses word ``c % 4`` of Philox with the table's key and counter
+        randomness: ``(table key, id, step)``. Column ``c`` uses word ``c % 4`` of Philox with the table's key and
+        counter
             (id low, id high, c // 4, step).
     """
     key, row_id, step = randomness

@@ -40,7 +40,8 @@ _AHEAD = 8
 class GradientView(NamedTuple):
     """Where each occurrence's gradient is. ``clip`` is 0 for no clamp; ``keys`` 0 for rounding to nearest.
 
-    ``positions`` (0 without pooling) i64 ``[N]``: bytes from ``grad`` to the gradient of an occurrence; ``scales`` f32 ``[N]``: its factor.
+    ``positions`` (0 without pooling) i64 ``[N]``: bytes from ``grad`` to the gradient of an occurrence; ``scales``
+    f32 ``[N]``: its factor.
     """
 
     grad: int
@@ -123,7 +124,13 @@ def update(
         scratch_dim=scratch_dim,
         clip=np.float32(spec.max_gradient if spec.gradient_clipping else 0.0),
     )
-    _update(store_view(store), rule_of(spec, float(learning_rate), iteration), gradient, bags_view(rows, offsets, lookup.layout, weights), num_parts)
+    _update(
+        store_view(store),
+        rule_of(spec, float(learning_rate), iteration),
+        gradient,
+        bags_view(rows, offsets, lookup.layout, weights),
+        num_parts,
+    )
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
@@ -209,7 +216,7 @@ def _table_of(table_ranges, i, guess):
 
 @njit(error_model="numpy")
 def _sum_gradients(gradient, begin, end, dim, sums):
-    """Return the address of the fp32 gradient of the row of ``order[begin:end]``: ``sums``, or the only one in place."""
+    """Return the address of the fp32 gradient of the row of ``order[begin:end]``: ``sums``, or the only one."""
     only = np.int64(read_i32(gradient.order, begin))
     plain = gradient.clip == 0 and gradient.dtype == F32
     if plain and end - begin == 1 and (gradient.positions == 0 or read_f32(gradient.scales, only) == 1):
