@@ -1,14 +1,26 @@
-"""Look ids up; touch what is found."""
+"""Look ids up; touch what is found; list what is missing."""
 
 import torch
 import triton
 import triton.language as tl
 
 from dynamicemb.table.index import HITS, MISSES, NUM_COUNTERS, STEP, Index
-from dynamicemb.table.triton.hashing import bucket_of, digest_of, group_of, mix
+from dynamicemb.table.triton.counting import count_by_table
+from dynamicemb.table.triton.hashing import (
+    bucket_of,
+    bytes_equal,
+    digest_of,
+    group_of,
+    lowest_byte,
+    mix,
+    table_of,
+)
+from dynamicemb.table.triton.launch import power_of_two
+from dynamicemb.table.triton.missing import Missing, claim, push
 
-# One warp per program and 32-64 ids per program were fastest on an H200.
+# One warp per program and 64 ids per program were fastest on an H200 (16 x 32 to 256 tried).
 _BLOCK = 64
+_NUM_WARPS = 1
 
 
 def find(
@@ -32,11 +44,36 @@ def find(
 
     Host sync: none. Bytes moved per id: 8 id, 16 digests, 8 key, 4 row, 4 result; a touch adds 8 score and 4 tag.
     """
-    rows = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    return _find(index, ids, table_ranges, touch, frequencies)
+
+
+def find_slots(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
+    """Return i32 ``[N]``, the slot of every id, -1 where the id is not in its table."""
+    return _find(index, ids, table_ranges, False, None, slots=True)
+
+
+def find_and_list(
+    index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None, missing: Missing
+) -> torch.Tensor:
+    """Find and touch, and list what is missing: its entries hold ``-2 - place``, see ``Missing``."""
+    return _find(index, ids, table_ranges, True, frequencies, missing)
+
+
+def _find(
+    index: Index,
+    ids: torch.Tensor,
+    table_ranges: torch.Tensor,
+    touch: bool,
+    frequencies: torch.Tensor | None,
+    missing: Missing | None = None,
+    slots: bool = False,
+) -> torch.Tensor:
+    out = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     if ids.numel() == 0:
-        return rows
-    grid = (triton.cdiv(ids.numel(), _BLOCK),)
-    _find_kernel[grid](
+        return out
+    # Without a list the kernel does not read these.
+    lists = missing.arguments() if missing is not None else (out, out, out, ids, out, out, out, out, ids, 1, 1)
+    _find_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
         index.keys,
         index.digests,
         index.scores,
@@ -48,51 +85,67 @@ def find(
         index.counters,
         ids,
         table_ranges,
-        rows,
+        out,
         ids if frequencies is None else frequencies,
+        *lists,
         ids.numel(),
         index.num_tables,
         BUCKET=index.bucket_capacity,
         TOUCH=touch,
         ACCUMULATE=index.accumulate,
         HAS_FREQUENCIES=frequencies is not None,
+        SLOTS=slots,
+        LIST=missing is not None,
+        ORDERED=missing is not None and missing.ordered,
         STEP_INDEX=STEP,
         HITS_COLUMN=HITS,
         MISSES_COLUMN=MISSES,
         NUM_COLUMNS=NUM_COUNTERS,
+        TABLES=power_of_two(index.num_tables),
         BLOCK=_BLOCK,
-        num_warps=1,
+        num_warps=_NUM_WARPS,
     )
-    return rows
+    return out
 
 
 @triton.jit
-def _probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr):
+def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr):
     """Return the slot of each id in its bucket, or -1; lanes that are not pending get -1.
 
-    Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the
-    walk wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
+    Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the walk
+    wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
+
+    The 16 digests of a group are two 64-bit words; keys are read only where a digest agrees.
     """
     slot = tl.full(ids.shape, -1, tl.int64)
-    lane = tl.arange(0, 16)
+    pattern = digest.to(tl.uint64) * 0x0101010101010101
+    words_ptr = digests_ptr.to(tl.pointer_type(tl.uint64))
     walked = 0
     while (walked < NUM_GROUPS) & (tl.max(pending.to(tl.int32), 0) > 0):
         first = base + group * 16
-        places = first[:, None] + lane[None, :]
-        found = tl.load(digests_ptr + places, mask=pending[:, None], other=0)
-        candidate = (found == digest[:, None]) & pending[:, None]
-        key = tl.load(keys_ptr + places, mask=candidate, other=0)
-        hit = candidate & (key == ids[:, None])
-        position = tl.max(tl.where(hit, lane[None, :] + 1, 0), 1)
-        slot = tl.where(position > 0, first + position - 1, slot)
-        has_empty = tl.max((found == 0).to(tl.int32), 1) > 0
-        pending = pending & (position == 0) & (has_empty == 0)
+        low = tl.load(words_ptr + first // 8, mask=pending, other=0)
+        high = tl.load(words_ptr + first // 8 + 1, mask=pending, other=0)
+        # Words that were not loaded are 0, which is no digest of an id.
+        low_marks = bytes_equal(low, pattern)
+        high_marks = bytes_equal(high, pattern)
+        while tl.max(((low_marks | high_marks) != 0).to(tl.int32), 0) > 0:
+            in_low = low_marks != 0
+            marks = tl.where(in_low, low_marks, high_marks)
+            place = first + lowest_byte(marks) + tl.where(in_low, 0, 8)
+            key = tl.load(keys_ptr + place, mask=marks != 0, other=0)
+            hit = (marks != 0) & (key == ids)
+            slot = tl.where(hit, place, slot)
+            rest = marks & (marks - 1)
+            low_marks = tl.where(in_low & (hit == 0), rest, 0)
+            high_marks = tl.where(hit, 0, tl.where(in_low, high_marks, rest))
+        has_empty = (bytes_equal(low, 0) | bytes_equal(high, 0)) != 0
+        pending = pending & (slot < 0) & (has_empty == 0)
         group = tl.where(group + 1 < NUM_GROUPS, group + 1, 0)
         walked += 1
     return slot
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_tables"])
+@triton.jit(do_not_specialize=["claims_mask", "lists_mask", "num_ids", "num_tables"])
 def _find_kernel(
     keys_ptr,
     digests_ptr,
@@ -107,46 +160,71 @@ def _find_kernel(
     table_ranges_ptr,
     out_ptr,
     frequencies_ptr,
+    claims_ptr,
+    heads_ptr,
+    counts_ptr,
+    leader_ids_ptr,
+    leader_tables_ptr,
+    positions_ptr,
+    next_ptr,
+    work_ptr,
+    amounts_ptr,
+    claims_mask,
+    lists_mask,
     num_ids,
     num_tables,
     BUCKET: tl.constexpr,
     TOUCH: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LIST: tl.constexpr,
+    ORDERED: tl.constexpr,
     STEP_INDEX: tl.constexpr,
     HITS_COLUMN: tl.constexpr,
     MISSES_COLUMN: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    end = tl.minimum(begin + BLOCK, num_ids)
+    i = begin + tl.arange(0, BLOCK)
     inside = i < num_ids
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
-    table = tl.zeros([BLOCK], tl.int32)
-    for t in range(1, num_tables):
-        table += (i >= tl.load(table_ranges_ptr + t)).to(tl.int32)
+    table = table_of(i, begin, end, table_ranges_ptr, num_tables, TABLES)
     first_bucket = tl.load(bucket_offsets_ptr + table)
     num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
     h = mix(ids)
-    base = (first_bucket + bucket_of(h, num_buckets)) * BUCKET
-    group = group_of(h, BUCKET // 16)
-    slot = _probe(keys_ptr, digests_ptr, base, group, digest_of(h), ids, inside, BUCKET // 16)
+    bucket = first_bucket + bucket_of(h, num_buckets)
+    slot = probe(
+        keys_ptr, digests_ptr, bucket * BUCKET, group_of(h, BUCKET // 16), digest_of(h), ids, inside, BUCKET // 16
+    )
     hit = inside & (slot >= 0)
-    row = tl.load(rows_ptr + slot, mask=hit, other=-1)
-    tl.store(out_ptr + i, row, mask=inside)
+    if SLOTS:
+        row = slot.to(tl.int32)
+    else:
+        row = tl.load(rows_ptr + slot, mask=hit, other=-1)
+    amount = tl.full([BLOCK], 1, tl.int64)
+    if HAS_FREQUENCIES & ACCUMULATE:
+        amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
     if TOUCH:
         tl.store(tags_ptr + slot, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), mask=hit)
         if ACCUMULATE:
-            amount = tl.full([BLOCK], 1, tl.int64)
-            if HAS_FREQUENCIES:
-                amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
             tl.atomic_add(scores_ptr + slot, amount, mask=hit, sem="relaxed")
         else:
             tl.store(scores_ptr + slot, tl.load(score_values_ptr + table), mask=hit)
-        # A block seldom straddles tables: one pass, two atomics.
-        for t in range(tl.min(tl.where(inside, table, num_tables), 0), tl.max(tl.where(inside, table, 0), 0) + 1):
-            mine = inside & (table == t)
-            hits = tl.sum((mine & hit).to(tl.int64), 0)
-            counter = counters_ptr + t * NUM_COLUMNS
-            tl.atomic_add(counter + HITS_COLUMN, hits, sem="relaxed")
-            tl.atomic_add(counter + MISSES_COLUMN, tl.sum(mine.to(tl.int64), 0) - hits, sem="relaxed")
+        count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
+    miss = inside & (slot < 0)
+    if tl.max(miss.to(tl.int32), 0) > 0:
+        if TOUCH:
+            count_by_table(counters_ptr + MISSES_COLUMN, table, miss, NUM_COLUMNS)
+        if LIST:
+            place, leader = claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED)
+            row = tl.where(miss, -2 - place, row)
+            if ACCUMULATE:
+                tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
+            if not ORDERED:
+                push(i, ids, table, (bucket & lists_mask).to(tl.int32), leader, heads_ptr, counts_ptr, leader_ids_ptr,
+                     leader_tables_ptr, positions_ptr, next_ptr, work_ptr)  # fmt: skip
+    tl.store(out_ptr + i, row, mask=inside)

@@ -1,0 +1,24 @@
+"""Counters of what kernels did, per table."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_by_table(column_ptr, table, counted, NUM_COLUMNS: tl.constexpr):
+    """Add to a column of ``Index.counters`` how many ``counted`` lanes each table has.
+
+    Args:
+        column_ptr: table 0's entry of the column.
+        table: int32, the table of each lane.
+        counted: which lanes count.
+        NUM_COLUMNS: columns of the counters.
+
+    A block seldom straddles tables: one pass, one atomic.
+    """
+    lowest = tl.min(tl.where(counted, table, 0x7FFFFFFF), 0)
+    highest = tl.max(tl.where(counted, table, -1), 0)
+    for t in range(lowest, highest + 1):
+        number = tl.sum((counted & (table == t)).to(tl.int64), 0)
+        if number > 0:
+            tl.atomic_add(column_ptr + t * NUM_COLUMNS, number, sem="relaxed")

@@ -1,0 +1,85 @@
+"""A training lookup: find and touch, insert what is missing, fill the new rows."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dynamicemb.table.index import Index
+from dynamicemb.table.initializers import InitializerTable
+from dynamicemb.table.results import InsertResult
+from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.find import find_and_list
+from dynamicemb.table.triton.initialize import initialize_leaders
+from dynamicemb.table.triton.insert import insert
+from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing, order, settle
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """``InsertEvents`` of the GPU: the outcome of each leader, still on the device.
+
+    Attributes:
+        counts: i32 ``[1]``, L - 1.
+        positions: i32 ``[N]``, the leading occurrence; ``[L]`` count, like all that follow.
+        outcomes: i32 ``[N]``.
+        victims: i64 ``[2, N]``, id and score.
+    """
+
+    counts: torch.Tensor
+    positions: torch.Tensor
+    outcomes: torch.Tensor
+    victims: torch.Tensor
+
+    def result(self) -> InsertResult:
+        """Return the outcome in batch order. Host sync: one, for the number of leaders, and those of the selections."""
+        num_leaders = int(self.counts[0]) + 1
+        positions, by_position = self.positions[:num_leaders].long().sort()
+        outcomes = self.outcomes[:num_leaders][by_position]
+        evicted = outcomes == EVICTED_OUTCOME
+        victims = self.victims[:, by_position[evicted]]
+        return InsertResult(positions[outcomes != FAILED_OUTCOME], positions[evicted], victims[0], victims[1])
+
+
+def find_or_insert(
+    index: Index,
+    store: RowStore,
+    initializers: InitializerTable,
+    ids: torch.Tensor,
+    table_ranges: torch.Tensor,
+    frequencies: torch.Tensor | None,
+    state_values: torch.Tensor,
+    deterministic: bool | None = None,
+) -> tuple[torch.Tensor, Inserted]:
+    """Return the row of every id, placing and initialising those that are missing.
+
+    Args:
+        index: the group's index; the step must have begun.
+        store: the group's rows.
+        initializers: how new rows are filled.
+        ids: i64 ``[N]``.
+        table_ranges: i64 ``[T+1]``, the occurrences of each table.
+        frequencies: i64 ``[N]``, how often each occurrence counts (LFU); None is once.
+        state_values: f32 ``[T]``, what optimizer state starts at.
+        deterministic: place the ids of a bucket in batch order, as the CPU does, so that the same ids get the same rows
+            and, where a bucket cannot hold all, the same ids fail. None asks
+            ``torch.are_deterministic_algorithms_enabled()``. Otherwise the order within a bucket is any; without
+            failures it leaves the same ids and scores.
+
+    Returns:
+        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not deterministic, an event
+        names any one of the occurrences of its id.
+
+    Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 60 bytes per id, from torch's
+    allocator), so a call that is cut short leaves nothing behind in the next one's way.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    missing = Missing.create(index, ids.numel(), deterministic)
+    rows = find_and_list(index, ids, table_ranges, frequencies, missing)
+    if ids.numel() > 0:
+        if deterministic:
+            order(index, ids, table_ranges, rows, missing)
+        insert(index, rows, missing)
+        initialize_leaders(store, initializers, missing, state_values)
+        settle(index, table_ranges, rows, missing)
+    return rows, Inserted(missing.counts, missing.positions, missing.outcomes, missing.victims)

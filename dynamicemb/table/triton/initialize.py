@@ -1,0 +1,302 @@
+"""Fill new rows with their initial values; ``docs/random.md`` is the specification."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.initializers import DEBUG_MODULUS, NUM_PARAMS, InitializerTable
+from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import persistent_grid, power_of_two
+from dynamicemb.table.triton.missing import Missing
+from dynamicemb.table.triton.philox import philox4x32, words_of
+
+_MODE_MASK = "_mode_mask"
+_ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# Philox calls of one program at a time, each for four columns: as wide as the widest row, up to 256 columns.
+_CALLS = 128
+_MOST_CALLS_PER_ROW = 64
+
+
+def initialize(
+    store: RowStore,
+    initializers: InitializerTable,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    tables: torch.Tensor,
+    state_values: torch.Tensor,
+) -> None:
+    """Write every byte of new rows: weights, optimizer state, padding.
+
+    Args:
+        store: rows of the group, changed in place.
+        initializers: of the same tables.
+        rows: i32 ``[M]``, where each id lives; -1 is skipped. A row may appear twice only with the same id.
+        ids: i64 ``[M]``.
+        tables: i32 ``[M]``, the table of each row.
+        state_values: f32 ``[T]``, the value every optimizer state float of a table starts with.
+
+    Host sync: one, the first time an ``InitializerTable`` is seen, to learn which modes it has. Bytes moved: ``row_bytes``
+    written and 16 read for each row.
+    """
+    _initialize(store, initializers, rows, ids, tables, state_values, None)
+
+
+def initialize_leaders(
+    store: RowStore, initializers: InitializerTable, missing: Missing, state_values: torch.Tensor
+) -> None:
+    """Initialise the rows that the leaders of a lookup got; how many there are is read on the device."""
+    m = missing
+    _initialize(store, initializers, m.leader_rows, m.leader_ids, m.leader_tables, state_values, m.counts)
+
+
+def _mode_mask(initializers: InitializerTable) -> int:
+    """Return which modes the tables have, bit m for mode m; fetched once and kept with the object."""
+    mask = getattr(initializers, _MODE_MASK, None)
+    if mask is None:
+        mask = sum(1 << mode for mode in set(initializers.modes.tolist()))
+        object.__setattr__(initializers, _MODE_MASK, mask)
+    return mask
+
+
+def _initialize(store, initializers, rows, ids, tables, state_values, counts) -> None:
+    num_rows = rows.numel()
+    if num_rows == 0:
+        return
+    # Columns up to the state, in calls of four; the state and the row's tail, in floats.
+    max_dim = max(row_format.dim for row_format in store.formats)
+    calls = min(power_of_two(triton.cdiv(max_dim, 4)), _MOST_CALLS_PER_ROW)
+    tail = max(f.num_bytes(store.dtype) - f.state_offset(store.dtype) for f in store.formats) // 4
+    tile = _CALLS // calls
+    _initialize_kernel[persistent_grid(rows.device, triton.cdiv(num_rows, tile))](
+        store.chunk_bases,
+        store.dims,
+        store.num_states,
+        store.row_bytes,
+        store.state_offsets,
+        initializers.modes,
+        initializers.params,
+        initializers.keys,
+        rows,
+        ids,
+        tables,
+        state_values,
+        rows if counts is None else counts,
+        store.chunk_shift,
+        num_rows,
+        max_dim,
+        tail,
+        COUNTED=counts is not None,
+        MODES=_mode_mask(initializers),
+        NUM_PARAMS=NUM_PARAMS,
+        ELEMENT=_ELEMENTS[store.dtype],
+        ELEMENT_BYTES=store.dtype.itemsize,
+        TILE=tile,
+        CALLS=calls,
+        MODULUS=DEBUG_MODULUS,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _unit32(x):
+    """Return the top 24 bits of uint32 words as float32 in [0, 1), exact."""
+    return (x >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _unit64(x):
+    """Return ``(x + 1/2) / 2**32`` in float64: inside (0, 1) and exact."""
+    return (x.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _normal_pair(x, y, mean, std):
+    """Return two normal values (Box and Muller 1958) from two words."""
+    radius = tl.sqrt(-2.0 * tl.log(_unit64(x)))
+    angle = 6.283185307179586 * _unit64(y)
+    even = (mean + std * (radius * tl.cos(angle))).to(tl.float32)
+    return even, (mean + std * (radius * tl.sin(angle))).to(tl.float32)
+
+
+@triton.jit
+def _horner(r, c0, c1, c2, c3, c4, c5, c6, c7):
+    """Return the polynomial with these coefficients, highest power first."""
+    return ((((((c0 * r + c1) * r + c2) * r + c3) * r + c4) * r + c5) * r + c6) * r + c7
+
+
+
+@triton.jit
+def _normal_quantile(p):
+    """Return the standard normal quantile of ``0 < p < 1`` in float64 (Wichura, Algorithm AS 241, PPND16)."""
+    q = p - 0.5
+    r = 0.180625 - q * q
+    centre = q * (
+        _horner(
+            r, 2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
+            13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080,
+        )
+        / _horner(
+            r, 5226.4952788528545610, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867,
+            5394.1960214247511077, 687.18700749205790830, 42.313330701600911252, 1.0,
+        )
+    )  # fmt: skip
+    s = tl.sqrt(-tl.log(tl.where(q < 0.0, p, 1.0 - p)))
+    r = s - 1.6
+    near = _horner(
+        r, 7.74545014278341407640e-4, 0.0227238449892691845833, 0.241780725177450611770, 1.27045825245236838258,
+        3.64784832476320460504, 5.76949722146069140550, 4.63033784615654529590, 1.42343711074968357734,
+    ) / _horner(
+        r, 1.05075007164441684324e-9, 5.47593808499534494600e-4, 0.0151986665636164571966, 0.148103976427480074590,
+        0.689767334985100004550, 1.67638483018380384940, 2.05319162663775882187, 1.0,
+    )  # fmt: skip
+    r = s - 5.0
+    far = _horner(
+        r, 2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 0.0265321895265761230930,
+        0.296560571828504891230, 1.78482653991729133580, 5.46378491116411436990, 6.65790464350110377720,
+    ) / _horner(
+        r, 2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5,
+        7.86869131145613259100e-4, 0.0148753612908506148525, 0.136929880922735805310, 0.599832206555887937690, 1.0,
+    )  # fmt: skip
+    z = tl.where(s <= 5.0, near, far)
+    z = tl.where(q < 0.0, -z, z)
+    return tl.where(tl.abs(q) <= 0.425, centre, z)
+
+
+@triton.jit
+def _truncated(x, mean, std, cdf_lower, cdf_width, lower, upper):
+    """Return truncated normal values, one per word."""
+    value = mean + std * _normal_quantile(cdf_lower + cdf_width * _unit64(x))
+    return tl.minimum(tl.maximum(value, lower), upper).to(tl.float32)
+
+
+@triton.jit
+def _interleave4(a, b, c, d):
+    """Return columns ``a0 b0 c0 d0 a1 b1 ...`` of four ``[rows, calls]`` tensors."""
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr, MODULUS: tl.constexpr):
+    """Return the float32 values ``[rows, 4 * calls]`` of one mode from the words of Philox calls ``[rows, calls]``."""
+    if MODE == 0:
+        a, b = _normal_pair(x0, x1, p0, p1)
+        c, d = _normal_pair(x2, x3, p0, p1)
+    elif MODE == 1:
+        a = _truncated(x0, p0, p1, p2, p3, p4, p5)
+        b = _truncated(x1, p0, p1, p2, p3, p4, p5)
+        c = _truncated(x2, p0, p1, p2, p3, p4, p5)
+        d = _truncated(x3, p0, p1, p2, p3, p4, p5)
+    elif MODE == 2:
+        lower = p0.to(tl.float32)
+        span = p1.to(tl.float32)
+        a = lower + span * _unit32(x0)
+        b = lower + span * _unit32(x1)
+        c = lower + span * _unit32(x2)
+        d = lower + span * _unit32(x3)
+    else:
+        if MODE == 3:
+            value = p0.to(tl.float32)
+        else:
+            remainder = ids % MODULUS
+            value = tl.where(remainder < 0, remainder + MODULUS, remainder).to(tl.float32)
+        a = tl.broadcast_to(value, x0.shape)
+        b = a
+        c = a
+        d = a
+    return _interleave4(a, b, c, d)
+
+
+@triton.jit(do_not_specialize=["chunk_shift", "num_rows", "max_dim", "max_tail"])
+def _initialize_kernel(
+    chunk_bases_ptr,
+    dims_ptr,
+    num_states_ptr,
+    row_bytes_ptr,
+    state_offsets_ptr,
+    modes_ptr,
+    params_ptr,
+    table_keys_ptr,
+    rows_ptr,
+    ids_ptr,
+    tables_ptr,
+    state_values_ptr,
+    counts_ptr,
+    chunk_shift,
+    num_rows,
+    max_dim,
+    max_tail,
+    COUNTED: tl.constexpr,
+    MODES: tl.constexpr,
+    NUM_PARAMS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    CALLS: tl.constexpr,
+    MODULUS: tl.constexpr,
+):
+    if COUNTED:
+        num_rows = tl.load(counts_ptr) + 1
+    begin = tl.program_id(0) * TILE
+    while begin < num_rows:
+        k = begin + tl.arange(0, TILE)
+        row = tl.load(rows_ptr + k, mask=k < num_rows, other=-1).to(tl.int64)
+        wanted = row >= 0
+        ids = tl.load(ids_ptr + k, mask=wanted, other=0)
+        table = tl.load(tables_ptr + k, mask=wanted, other=0)
+        row_bytes = tl.load(row_bytes_ptr + table)
+        base = tl.load(chunk_bases_ptr + (row >> chunk_shift), mask=wanted, other=0)
+        one = tl.full([], 1, tl.int64)
+        address = tl.multiple_of(base + (row & ((one << chunk_shift) - 1)) * row_bytes, 16)
+        state_offset = tl.load(state_offsets_ptr + table)
+        _fill_weights(
+            address, ids, table, wanted, tl.load(dims_ptr + table), state_offset // ELEMENT_BYTES, modes_ptr, params_ptr,
+            table_keys_ptr, max_dim, MODES, NUM_PARAMS, ELEMENT, CALLS, MODULUS,
+        )  # fmt: skip
+        _fill_tail(
+            address + state_offset, (row_bytes - state_offset) // 4, tl.load(num_states_ptr + table),
+            tl.load(state_values_ptr + table), wanted, max_tail, CALLS * 4,
+        )  # fmt: skip
+        begin += tl.num_programs(0) * TILE
+
+
+@triton.jit
+def _fill_weights(
+    address, ids, table, wanted, dim, padded_dim, modes_ptr, params_ptr, table_keys_ptr, max_dim, MODES: tl.constexpr,
+    NUM_PARAMS: tl.constexpr, ELEMENT: tl.constexpr, CALLS: tl.constexpr, MODULUS: tl.constexpr,
+):  # fmt: skip
+    """Write the weights of a tile of rows, and zeros up to the optimizer state."""
+    weights_ptr = address.to(tl.pointer_type(ELEMENT))[:, None]
+    mode = tl.load(modes_ptr + table)
+    params = params_ptr + table[:, None] * NUM_PARAMS
+    k0, k1 = words_of(tl.load(table_keys_ptr + table))
+    c0, c1 = words_of(ids)
+    for first_call in range(0, (max_dim + 3) // 4, CALLS):
+        call = first_call + tl.arange(0, CALLS)
+        zero = tl.zeros([address.shape[0], CALLS], tl.uint32)
+        x0, x1, x2, x3 = philox4x32(
+            k0[:, None] + zero, k1[:, None] + zero, c0[:, None] + zero, c1[:, None] + zero,
+            call.to(tl.uint32)[None, :] + zero, zero,
+        )  # fmt: skip
+        column = first_call * 4 + tl.arange(0, CALLS * 4)
+        for m in tl.static_range(5):
+            if (MODES >> m) & 1:
+                mine = wanted & (mode == m)
+                if tl.max(mine.to(tl.int32), 0) > 0:
+                    values = _values(
+                        x0, x1, x2, x3, ids[:, None], tl.load(params), tl.load(params + 1), tl.load(params + 2),
+                        tl.load(params + 3), tl.load(params + 4), tl.load(params + 5), m, MODULUS,
+                    )  # fmt: skip
+                    values = tl.where(column[None, :] < dim[:, None], values, 0.0).to(ELEMENT)
+                    inside = mine[:, None] & (column[None, :] < padded_dim[:, None])
+                    tl.store(weights_ptr + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def _fill_tail(address, num_floats, num_states, value, wanted, max_tail, FLOATS: tl.constexpr):
+    """Write the optimizer state of a tile of rows, and zeros up to their ends."""
+    state_ptr = address.to(tl.pointer_type(tl.float32))[:, None]
+    for first in range(0, max_tail, FLOATS):
+        place = first + tl.arange(0, FLOATS)
+        state = tl.where(place[None, :] < num_states[:, None], value[:, None], 0.0)
+        tl.store(state_ptr + place[None, :], state, mask=wanted[:, None] & (place[None, :] < num_floats[:, None]))

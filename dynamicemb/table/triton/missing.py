@@ -1,0 +1,307 @@
+"""The missing ids of one lookup: one leader each, listed by bucket, so that every bucket has one owner.
+
+Three steps that need no host. ``claim``: the occurrences of a missing id agree on a place in a scratch hash table and one
+of them leads. ``push``: leaders queue on the list of their bucket. ``settle``: the other occurrences read what became of
+their leader. A hot new id thus costs its bucket one entry, however often it occurs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
+from dynamicemb.table.triton.counting import count_by_table
+from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
+from dynamicemb.table.triton.launch import power_of_two
+
+# A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
+MAX_IDS = 2**29 - 1
+
+# Outcomes of a leader: no slot, a free slot, the slot of a victim.
+FAILED_OUTCOME = 0
+INSERTED_OUTCOME = 1
+EVICTED_OUTCOME = 2
+
+# Sorts after every list.
+_LAST_KEY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Scratch memory of one lookup; L leaders, of which the device alone knows the number.
+
+    Nothing survives the call, so whatever stops one call cannot spoil the next. Every array that is read before it is
+    written starts at -1, in one fill.
+
+    Attributes:
+        claims: i32 ``[power of two >= 2N]``, an occurrence of the id that owns the place, or -1.
+        heads: i32 ``[power of two]``, the last leader of each list, or -1. Bucket b is on list ``b % len(heads)``: with
+            more buckets than places for lists, several buckets share one list and its owner.
+        counts: i32 ``[2]``, leaders and lists that are not empty, each minus 1.
+        leader_ids: i64 ``[N]``, of which ``[L]`` count, like all that follow.
+        leader_tables: i32 ``[N]``.
+        positions: i32 ``[N]``, the leading occurrence.
+        next: i32 ``[N]``, the leader pushed before on the same list, or -1.
+        work: i32 ``[N]``, the lists that are not empty.
+        leader_rows: i32 ``[N]``, the row the leader got, or -1.
+        outcomes: i32 ``[N]``, FAILED_OUTCOME, INSERTED_OUTCOME or EVICTED_OUTCOME.
+        victims: i64 ``[2, N]``, id and score of who was evicted for the leader.
+        amounts: i64, as ``claims``: occurrences or frequencies of the place's id, for LFU; else anything.
+        ordered: leaders are the first occurrences of their ids and are placed in batch order.
+    """
+
+    claims: torch.Tensor
+    heads: torch.Tensor
+    counts: torch.Tensor
+    leader_ids: torch.Tensor
+    leader_tables: torch.Tensor
+    positions: torch.Tensor
+    next: torch.Tensor
+    work: torch.Tensor
+    leader_rows: torch.Tensor
+    outcomes: torch.Tensor
+    victims: torch.Tensor
+    amounts: torch.Tensor
+    ordered: bool
+
+    @classmethod
+    def create(cls, index: Index, num_ids: int, ordered: bool) -> "Missing":
+        """Allocate for ``num_ids`` occurrences; about 60 bytes each, freed after the call but for the outcome."""
+        assert num_ids <= MAX_IDS
+        device = index.keys.device
+        num_claims = power_of_two(2 * num_ids)
+        num_lists = min(num_claims, power_of_two(index.num_slots // index.bucket_capacity))
+        fills = torch.full((num_claims + num_lists + 2,), -1, dtype=torch.int32, device=device)
+        claims, heads, counts = fills.split([num_claims, num_lists, 2])
+        longs = torch.empty((3, num_ids), dtype=torch.int64, device=device)
+        ints = torch.empty((6, num_ids), dtype=torch.int32, device=device)
+        amounts = torch.zeros(num_claims, dtype=torch.int64, device=device) if index.accumulate else longs[0]
+        tables, positions, following, work, rows, outcomes = ints.unbind(0)
+        return cls(
+            claims, heads, counts, longs[2], tables, positions, following, work, rows, outcomes, longs[:2], amounts,
+            ordered,
+        )  # fmt: skip
+
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """Return what ``_find_kernel`` takes."""
+        return (
+            self.claims, self.heads, self.counts, self.leader_ids, self.leader_tables, self.positions, self.next,
+            self.work, self.amounts, self.claims.numel() - 1, self.heads.numel() - 1,
+        )  # fmt: skip
+
+
+def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
+    """List the leaders, the first occurrences of their ids, bucket by bucket in batch order.
+
+    Args:
+        index: the group's index.
+        ids: i64 ``[N]``.
+        table_ranges: i64 ``[T+1]``.
+        rows: i32 ``[N]`` from ``find_and_list``.
+        missing: its scratch memory; the lists are written.
+
+    Example: ``ids = [9, 4, 9, 7]``, all missing, 4 in bucket 2, 7 and 9 in bucket 1: the keys are ``[1, 2, -, 1]``, the
+    leaders in order are occurrences 0, 3, 1, and the lists are ``0 -> 1`` for bucket 1 and ``2`` for bucket 2.
+
+    Host sync: none. A stable sort of N 32-bit keys, 0.12 ms for a million.
+    """
+    num_ids = ids.numel()
+    keys = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
+    block = 256
+    grid = (triton.cdiv(num_ids, block),)
+    num_tables = index.num_tables
+    shape = {"TABLES": power_of_two(num_tables), "BLOCK": block, "num_warps": 4}
+    _order_keys_kernel[grid](
+        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.heads.numel() - 1, num_ids,
+        num_tables, LAST=_LAST_KEY, **shape,
+    )  # fmt: skip
+    keys, positions = torch.sort(keys, stable=True)
+    _link_kernel[grid](
+        ids, table_ranges, keys, positions, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
+        missing.positions, missing.next, missing.work, num_ids, num_tables, LAST=_LAST_KEY, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
+    """Give every occurrence of a missing id the row of its leader; count what was inserted, evicted and failed.
+
+    Args:
+        index: the group's index; its counters change.
+        table_ranges: i64 ``[T+1]``.
+        rows: i32 ``[N]``, leaders' rows or -1, and ``-2 - place`` for all other occurrences of missing ids.
+        missing: the scratch memory.
+
+    Host sync: none. Bytes moved: 4 per occurrence, 12 more per occurrence of a missing id.
+    """
+    block = 1024
+    _settle_kernel[(triton.cdiv(rows.numel(), block),)](
+        rows, missing.claims, missing.counts, missing.leader_tables, missing.outcomes, table_ranges, index.counters,
+        rows.numel(), index.num_tables, INSERTED_COLUMN=INSERTED, EVICTED_COLUMN=EVICTED, FAILED_COLUMN=FAILED,
+        NUM_COLUMNS=NUM_COUNTERS, TABLES=power_of_two(index.num_tables), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED: tl.constexpr):
+    """Return the place of each missing lane's id in the scratch table, and whether the lane leads.
+
+    A place is won by compare-and-swap, or is found to hold another occurrence of the same id of the same table, or else
+    the walk goes on; it ends because at most half of the places are taken. Ordered, a place ends up with the first
+    occurrence of its id, whoever won it, and no lane leads yet.
+    """
+    start = tl.load(table_ranges_ptr + table)
+    end = tl.load(table_ranges_ptr + table + 1)
+    # The same id in many tables must not make one cluster.
+    scrambled = (h + table.to(tl.uint64)) * 0x9E3779B97F4A7C15
+    place = (scrambled >> 33).to(tl.int32) & claims_mask
+    pending = miss
+    leader = miss & (miss == 0)
+    while tl.max(pending.to(tl.int32), 0) > 0:
+        # atomic_cas takes no mask: lanes that are done expect a value that never stands there, so they only read.
+        holder = tl.atomic_cas(claims_ptr + place, tl.where(pending, -1, -2), i, sem="relaxed")
+        ours = pending & (holder >= start) & (holder < end)
+        ours = ours & (tl.load(ids_ptr + holder, mask=ours, other=0) == ids)
+        won = pending & (holder == -1)
+        if ORDERED:
+            tl.atomic_min(claims_ptr + place, i, mask=ours & (i < holder), sem="relaxed")
+        else:
+            leader = leader | won
+        pending = pending & (won == 0) & (ours == 0)
+        place = tl.where(pending, (place + 1) & claims_mask, place)
+    return place, leader
+
+
+@triton.jit
+def push(
+    i, ids, table, bucket_list, leader, heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr, positions_ptr,
+    next_ptr, work_ptr,
+):  # fmt: skip
+    """Append the leading lanes to the leaders, push them on their lists, and append the lists they begin to the work."""
+    leading = leader.to(tl.int32)
+    number = tl.sum(leading, 0)
+    if number > 0:
+        k = tl.atomic_add(counts_ptr, number, sem="relaxed") + tl.cumsum(leading, 0)
+        tl.store(leader_ids_ptr + k, ids, mask=leader)
+        tl.store(leader_tables_ptr + k, table, mask=leader)
+        tl.store(positions_ptr + k, i, mask=leader)
+        before = tl.atomic_xchg(heads_ptr + bucket_list, k, mask=leader, sem="relaxed")
+        tl.store(next_ptr + k, before, mask=leader)
+        begins = leader & (before == -1)
+        beginning = begins.to(tl.int32)
+        lists = tl.sum(beginning, 0)
+        if lists > 0:
+            w = tl.atomic_add(counts_ptr + 1, lists, sem="relaxed") + tl.cumsum(beginning, 0)
+            tl.store(work_ptr + w, bucket_list, mask=begins)
+
+
+@triton.jit(do_not_specialize=["lists_mask", "num_ids", "num_tables"])
+def _order_keys_kernel(
+    ids_ptr,
+    table_ranges_ptr,
+    rows_ptr,
+    claims_ptr,
+    bucket_offsets_ptr,
+    keys_ptr,
+    lists_mask,
+    num_ids,
+    num_tables,
+    LAST: tl.constexpr,
+    TABLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    begin = tl.program_id(0) * BLOCK
+    i = begin + tl.arange(0, BLOCK)
+    inside = i < num_ids
+    row = tl.load(rows_ptr + i, mask=inside, other=0)
+    miss = row < -1
+    leader = miss & (tl.load(claims_ptr + (-2 - row), mask=miss, other=-1) == i)
+    table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
+    first_bucket = tl.load(bucket_offsets_ptr + table)
+    num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
+    ids = tl.load(ids_ptr + i, mask=leader, other=0)
+    bucket = first_bucket + bucket_of(mix(ids), num_buckets)
+    tl.store(keys_ptr + i, tl.where(leader, (bucket & lists_mask).to(tl.int32), LAST), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_tables"])
+def _link_kernel(
+    ids_ptr,
+    table_ranges_ptr,
+    keys_ptr,
+    order_ptr,
+    heads_ptr,
+    counts_ptr,
+    leader_ids_ptr,
+    leader_tables_ptr,
+    positions_ptr,
+    next_ptr,
+    work_ptr,
+    num_ids,
+    num_tables,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys_ptr + k, mask=k < num_ids, other=LAST)
+    leader = key != LAST
+    number = tl.sum(leader.to(tl.int32), 0)
+    if number > 0:
+        position = tl.load(order_ptr + k, mask=leader, other=0)
+        table = tl.zeros([BLOCK], tl.int32)
+        for t in range(1, num_tables):
+            table += (position >= tl.load(table_ranges_ptr + t)).to(tl.int32)
+        tl.store(leader_ids_ptr + k, tl.load(ids_ptr + position, mask=leader, other=0), mask=leader)
+        tl.store(leader_tables_ptr + k, table, mask=leader)
+        tl.store(positions_ptr + k, position.to(tl.int32), mask=leader)
+        following = tl.load(keys_ptr + k + 1, mask=leader & (k + 1 < num_ids), other=LAST)
+        tl.store(next_ptr + k, tl.where(following == key, k + 1, -1), mask=leader)
+        before = tl.load(keys_ptr + k - 1, mask=leader & (k > 0), other=-1)
+        begins = leader & (before != key)
+        tl.store(heads_ptr + key, k, mask=begins)
+        tl.atomic_add(counts_ptr, number, sem="relaxed")
+        beginning = begins.to(tl.int32)
+        lists = tl.sum(beginning, 0)
+        if lists > 0:
+            w = tl.atomic_add(counts_ptr + 1, lists, sem="relaxed") + tl.cumsum(beginning, 0)
+            tl.store(work_ptr + w, key, mask=begins)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_tables"])
+def _settle_kernel(
+    rows_ptr,
+    claims_ptr,
+    counts_ptr,
+    leader_tables_ptr,
+    outcomes_ptr,
+    table_ranges_ptr,
+    counters_ptr,
+    num_ids,
+    num_tables,
+    INSERTED_COLUMN: tl.constexpr,
+    EVICTED_COLUMN: tl.constexpr,
+    FAILED_COLUMN: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    TABLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    begin = tl.program_id(0) * BLOCK
+    i = begin + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + i, mask=i < num_ids, other=0)
+    follower = row < -1
+    # Only followers' entries are written here, and only leaders' entries are read through a claim.
+    position = tl.load(claims_ptr + (-2 - row), mask=follower, other=0)
+    settled = tl.load(rows_ptr + position, mask=follower, other=0)
+    tl.store(rows_ptr + i, settled, mask=follower)
+    failed = (tl.where(follower, settled, row) == -1) & (i < num_ids)
+    if tl.max(failed.to(tl.int32), 0) > 0:
+        table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
+        count_by_table(counters_ptr + FAILED_COLUMN, table, failed, NUM_COLUMNS)
+    # There are no more leaders than occurrences, so the same grid covers them.
+    num_leaders = tl.load(counts_ptr) + 1
+    if begin < num_leaders:
+        table = tl.load(leader_tables_ptr + i, mask=i < num_leaders, other=0)
+        outcome = tl.load(outcomes_ptr + i, mask=i < num_leaders, other=0)
+        count_by_table(counters_ptr + INSERTED_COLUMN, table, outcome > 0, NUM_COLUMNS)
+        count_by_table(counters_ptr + EVICTED_COLUMN, table, outcome == 2, NUM_COLUMNS)
