@@ -9,7 +9,7 @@ from triton.language.extra.cuda import globaltimer
 
 from dynamicemb.table.index import NOW, OLDEST, STEP, Index
 from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
-from dynamicemb.table.triton.launch import power_of_two
+from dynamicemb.table.triton.launch import padded_tables
 
 
 def advance(index: Index, lag: int, strategy: int) -> None:
@@ -37,7 +37,7 @@ def advance(index: Index, lag: int, strategy: int) -> None:
         STEP_INDEX=STEP,
         OLDEST_INDEX=OLDEST,
         NOW_INDEX=NOW,
-        TABLES=power_of_two(index.num_tables),
+        TABLES=padded_tables(index.num_tables),
         num_warps=1,
     )
 

@@ -15,12 +15,13 @@ from dynamicemb.table.triton.hashing import (
     mix,
     table_of,
 )
-from dynamicemb.table.triton.launch import power_of_two
+from dynamicemb.table.triton.launch import padded_tables
 from dynamicemb.table.triton.missing import Missing, claim, push
 
 # One warp per program and 64 ids per program were fastest on an H200 (16 x 32 to 256 tried).
 _BLOCK = 64
 _NUM_WARPS = 1
+_VARIANT = 0
 
 
 def find(
@@ -101,8 +102,9 @@ def _find(
         HITS_COLUMN=HITS,
         MISSES_COLUMN=MISSES,
         NUM_COLUMNS=NUM_COUNTERS,
-        TABLES=power_of_two(index.num_tables),
+        TABLES=padded_tables(index.num_tables),
         BLOCK=_BLOCK,
+        VARIANT=_VARIANT,
         num_warps=_NUM_WARPS,
     )
     return out
@@ -186,6 +188,7 @@ def _find_kernel(
     NUM_COLUMNS: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     begin = tl.program_id(0) * BLOCK
     end = tl.minimum(begin + BLOCK, num_ids)
@@ -209,12 +212,17 @@ def _find_kernel(
     if HAS_FREQUENCIES & ACCUMULATE:
         amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
     if TOUCH:
-        tl.store(tags_ptr + slot, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), mask=hit)
+        step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
+        fresh = hit
+        if VARIANT & 1:
+            fresh = hit & (tl.load(tags_ptr + slot, mask=hit, other=0) != step)
+        tl.store(tags_ptr + slot, step, mask=fresh)
         if ACCUMULATE:
             tl.atomic_add(scores_ptr + slot, amount, mask=hit, sem="relaxed")
         else:
-            tl.store(scores_ptr + slot, tl.load(score_values_ptr + table), mask=hit)
-        count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
+            tl.store(scores_ptr + slot, tl.load(score_values_ptr + table), mask=fresh)
+        if not (VARIANT & 2):
+            count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
         if TOUCH:

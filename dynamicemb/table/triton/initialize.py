@@ -177,6 +177,17 @@ def _interleave4(a, b, c, d):
 
 
 @triton.jit
+def _round(values, ELEMENT: tl.constexpr):
+    """Round float32 values to nearest-even into the table's dtype; in integers for bfloat16, which interpreters truncate."""
+    if ELEMENT == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(ELEMENT)
+
+
+@triton.jit
 def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr, MODULUS: tl.constexpr):
     """Return the float32 values ``[rows, 4 * calls]`` of one mode from the words of Philox calls ``[rows, calls]``."""
     if MODE == 0:
@@ -287,7 +298,7 @@ def _fill_weights(
                         x0, x1, x2, x3, ids[:, None], tl.load(params), tl.load(params + 1), tl.load(params + 2),
                         tl.load(params + 3), tl.load(params + 4), tl.load(params + 5), m, MODULUS,
                     )  # fmt: skip
-                    values = tl.where(column[None, :] < dim[:, None], values, 0.0).to(ELEMENT)
+                    values = _round(tl.where(column[None, :] < dim[:, None], values, 0.0), ELEMENT)
                     inside = mine[:, None] & (column[None, :] < padded_dim[:, None])
                     tl.store(weights_ptr + column[None, :], values, mask=inside)
 

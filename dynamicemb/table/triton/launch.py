@@ -34,3 +34,8 @@ def persistent_grid(device: torch.device, most: int, num_warps: int = 1) -> tupl
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least ``n``."""
     return triton.next_power_of_2(max(1, n))
+
+
+def padded_tables(num_tables: int) -> int:
+    """Return T rounded up to a power of two; at least 16, so that small groups share their compiled kernels."""
+    return max(16, power_of_two(num_tables))

@@ -1,0 +1,291 @@
+"""The index kernels in Triton against their numba twins: every byte where the order is the batch's, else ids and scores."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, OLDEST, STEP, Index
+from dynamicemb.table.layout import locate
+from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from tests.conftest import reason_to_skip
+from tests.twins import EXTREME, TENSORS, Twins, draw
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.cuda)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Run with Triton's kernels, interpreted or compiled."""
+    if reason := reason_to_skip(request.param):
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param
+
+
+@pytest.fixture
+def on_gpu(backend: str) -> bool:
+    return backend == "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty returns with a pattern that is no row, slot, count or link."""
+    empty = torch.empty
+
+    def poisoned_empty(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        if out.numel():
+            out.view(torch.uint8).fill_(0x5B)
+        return out
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+CASES = [
+    # strategy, tables, bucket capacity, buckets of each table
+    (SCORE_TIMESTAMP, 2, 16, 3),
+    (SCORE_STEP, 1, 48, 2),
+    (SCORE_CUSTOMIZED, 3, 16, 2),
+    (SCORE_LFU, 2, 32, 2),
+]
+CUDA_CASES = [(s, t, *shape) for s in range(4) for t in (1, 10, 100) for shape in ((16, 5), (48, 3), (128, 2))]
+CUDA_CASES += [(s, 2, *shape) for s in range(4) for shape in ((112, 7), (512, 1), (1024, 2), (4096, 1))]
+
+
+def sizes_of(rng: np.random.Generator, tables: int, slots: int, on_gpu: bool) -> list[int]:
+    most = slots * 2 if on_gpu else 20
+    return [0 if rng.random() < 0.2 else int(rng.integers(0, most)) for _ in range(tables)]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in CASES])
+def test_c16_in_batch_order_every_byte_is_the_cpus(backend: str, on_gpu: bool, case: tuple) -> None:
+    run_in_order(backend, case, 60 if on_gpu else 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in CUDA_CASES])
+def test_c16_in_batch_order_every_byte_is_the_cpus_on_many_shapes(case: tuple) -> None:
+    if reason := reason_to_skip("cuda"):
+        pytest.skip(reason)
+    run_in_order("cuda", case, 12)
+
+
+def run_in_order(backend: str, case: tuple, steps: int) -> None:
+    strategy, tables, bucket_capacity, buckets = case
+    on_gpu = backend == "cuda"
+    rng = np.random.default_rng(sum(case))
+    slots = bucket_capacity * buckets
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [slots] * tables, bucket_capacity, strategy)
+    for step in range(steps):
+        twins.advance(lag=int(rng.integers(0, 3)))
+        if strategy == SCORE_CUSTOMIZED:
+            twins.set_scores(torch.from_numpy(rng.integers(1, 9, tables)))
+        ids, table_ranges = draw(rng, sizes_of(rng, tables, slots, on_gpu), 4 * slots if on_gpu else slots + 20)
+        frequencies = torch.from_numpy(rng.integers(1, 5, ids.numel())) if step % 2 else None
+        expected = twins.cpu.lookup(ids, table_ranges, frequencies)
+        actual = twins.gpu.lookup(ids, table_ranges, frequencies, deterministic=True)
+        assert torch.equal(actual[0], expected[0])
+        for name, ours, theirs in zip(expected[1]._fields, actual[1], expected[1], strict=True):
+            assert torch.equal(ours, theirs), name
+        if step % 3 == 2:
+            gone, gone_ranges = draw(rng, sizes_of(rng, tables, slots, on_gpu), slots)
+            assert torch.equal(
+                twins.gpu.call("erase", gone, gone_ranges), twins.cpu.call("erase", gone, gone_ranges)
+            )
+        if step % 6 == 5 or steps - step == 1:
+            for side in (twins.cpu, twins.gpu):
+                side.call("rebuild", step % tables)
+        twins.assert_equal()
+    twins.gpu.check()
+    counters = twins.cpu.index.counters.sum(0)
+    assert counters[EVICTED] > 0 or not on_gpu
+    assert counters[FAILED] > 0 or not on_gpu
+
+
+@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_LFU])
+def test_c07_any_order_leaves_the_same_ids_and_scores(backend: str, on_gpu: bool, strategy: int) -> None:
+    rng = np.random.default_rng(strategy)
+    tables, bucket_capacity, buckets = (10, 128, 40) if on_gpu else (2, 32, 2)
+    slots = bucket_capacity * buckets
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [slots] * tables, bucket_capacity, strategy)
+    failed = 0
+    for step in range(120 if on_gpu else 5):
+        twins.advance(lag=step % 2)
+        ids, table_ranges = draw(rng, sizes_of(rng, tables, slots // 3, on_gpu), 3 * slots if on_gpu else slots + 20)
+        frequencies = torch.from_numpy(rng.integers(1, 5, ids.numel())) if step % 2 else None
+        expected, result = twins.cpu.lookup(ids, table_ranges, frequencies)
+        rows, ours = twins.gpu.lookup(ids, table_ranges, frequencies, deterministic=False)
+        assert torch.equal(twins.gpu.index.counters.cpu(), twins.cpu.index.counters)
+        assert int((rows < 0).sum()) == int((expected < 0).sum())
+        assert [x.numel() for x in ours] == [x.numel() for x in result]
+        now_failed = int(twins.cpu.index.counters[:, FAILED].sum())
+        if now_failed == failed:
+            assert sorted(zip(*(x.tolist() for x in ours[2:]))) == sorted(zip(*(x.tolist() for x in result[2:])))
+            assert all(twins.gpu.resident(t) == twins.cpu.resident(t) for t in range(tables))
+            assert torch.equal(twins.gpu.call("find", ids, table_ranges, False), rows)
+            tables_of = torch.searchsorted(table_ranges, ours.new, right=True)
+            pairs = set(zip(tables_of.tolist(), ids[ours.new].tolist()))
+            assert len(pairs) == ours.new.numel()
+        twins.gpu.check()
+        failed = now_failed
+        twins.copy_to_gpu()
+    assert twins.cpu.index.counters[:, EVICTED].sum() > 0 or not on_gpu
+
+
+def test_c07_more_new_ids_than_a_bucket_holds_fail_in_any_order(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [16], 16, SCORE_STEP)
+    twins.advance()
+    ids = torch.arange(20).repeat(2)
+    rows, result = twins.gpu.lookup(ids, torch.tensor([0, 40]), None, deterministic=False)
+    assert result.new.numel() == 16 and int((rows < 0).sum()) == 8
+    assert torch.equal(rows[:20], rows[20:])
+    assert sorted(rows[:20][rows[:20] >= 0].tolist()) == list(range(16))
+    assert twins.gpu.index.counters[0, [INSERTED, FAILED]].tolist() == [16, 8]
+    twins.gpu.check()
+
+
+def test_c10_a_hot_new_id_counts_every_occurrence(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [32, 32], 16, SCORE_LFU)
+    twins.advance()
+    n = 200_000 if on_gpu else 70
+    ids = torch.full((2 * n,), -1)
+    rows, result = twins.gpu.lookup(ids, torch.tensor([0, n, 2 * n]), None, deterministic=False)
+    assert rows[:n].unique().numel() == rows[n:].unique().numel() == 1 and result.new.numel() == 2
+    assert twins.gpu.resident(0) == twins.gpu.resident(1) == {-1: n}
+
+
+def test_many_buckets_share_the_lists_of_a_small_batch(backend: str, on_gpu: bool) -> None:
+    """Two ids give four lists for 64 buckets."""
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [1024], 16, SCORE_STEP)
+    keys = np.arange(4000)
+    bucket, _, _ = locate(keys, 64, 1)
+    for step in range(20 if on_gpu else 3):
+        twins.advance()
+        # Buckets 5 and 9 are on the same list of four.
+        ids = torch.from_numpy(np.concatenate([keys[bucket == 5][step : step + 1], keys[bucket == 9][step : step + 1]]))
+        for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": step % 2 == 0})):
+            rows, _ = side.lookup(ids, torch.tensor([0, 2]), None, **options)
+            assert bool((rows >= 0).all())
+        if step % 2:
+            assert twins.gpu.resident(0) == twins.cpu.resident(0)
+            twins.copy_to_gpu()
+        twins.assert_equal()
+
+
+def test_a_call_cut_short_leaves_nothing_in_the_next_ones_way(
+    backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dynamicemb.table.triton import find_or_insert as module_function  # noqa: F401
+    import sys
+
+    module = sys.modules["dynamicemb.table.triton.find_or_insert"]
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [64], 16, SCORE_STEP)
+    twins.advance()
+    ids, table_ranges = torch.arange(12), torch.tensor([0, 12])
+
+    def fail(*args):
+        raise RuntimeError("cut short")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "insert", fail)
+        with pytest.raises(RuntimeError, match="cut short"):
+            twins.gpu.lookup(ids, table_ranges, None)
+    twins.copy_to_gpu()
+    for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
+        side.lookup(ids, table_ranges, None, **options)
+    twins.assert_equal()
+
+
+def test_c03_no_ids_at_all(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [16, 16], 16, SCORE_STEP)
+    twins.advance()
+    none, table_ranges = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    for deterministic in (False, True):
+        rows, result = twins.gpu.lookup(none, table_ranges, None, deterministic=deterministic)
+        assert rows.numel() == 0 and [x.numel() for x in result] == [0, 0, 0, 0]
+    assert twins.gpu.call("find", none, table_ranges, True).numel() == 0
+    assert twins.gpu.call("erase", none, table_ranges).numel() == 0
+    assert twins.gpu.call("scan", 1).numel() == 0
+
+
+def test_find_without_touch_changes_nothing(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [64], 32, SCORE_LFU)
+    twins.advance()
+    ids = torch.from_numpy(np.concatenate([EXTREME, np.arange(5)]))
+    rows, _ = twins.gpu.lookup(ids, torch.tensor([0, ids.numel()]), None)
+    before = [getattr(twins.gpu.index, name).clone() for name in TENSORS]
+    asked = torch.cat([ids, torch.arange(100, 105)])
+    found = twins.gpu.call("find", asked, torch.tensor([0, asked.numel()]), False)
+    assert torch.equal(found, torch.cat([rows, torch.full((5,), -1, dtype=torch.int32)]))
+    assert all(torch.equal(getattr(twins.gpu.index, n), b) for n, b in zip(TENSORS, before, strict=True))
+
+
+def test_scan_lists_what_has_at_least_a_score(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [32, 64], 16, SCORE_STEP)
+    for step in range(3):
+        twins.advance()
+        ids = torch.arange(step * 4, step * 4 + 8)
+        for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
+            side.lookup(ids, torch.tensor([0, 3, 8]), None, **options)
+    for table in range(2):
+        for least in range(5):
+            expected = twins.cpu.call("scan", table, least)
+            assert torch.equal(twins.gpu.call("scan", table, least), expected)
+
+
+def test_c10_a_step_advances_the_clock_on_unix_time(backend: str, on_gpu: bool) -> None:
+    for tables, strategy in ((1, SCORE_TIMESTAMP), (3, SCORE_STEP), (10, SCORE_LFU)):
+        twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [16] * tables, 16, strategy)
+        last = 0
+        for step in range(1, 300 if on_gpu else 4):
+            twins.gpu.kernels.advance(twins.gpu.index, 2, strategy)
+            clock = twins.gpu.index.clock.tolist()
+            assert (clock[STEP], clock[OLDEST]) == (step, max(1, step - 2))
+            assert clock[NOW] > last and abs(clock[NOW] - time.time_ns()) < 60e9
+            last = clock[NOW]
+            expected = {SCORE_TIMESTAMP: last, SCORE_STEP: step, SCORE_LFU: 0}[strategy]
+            assert twins.gpu.index.score_values.tolist() == [expected] * tables
+
+
+def test_rebase_lowers_tags_and_the_step(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [16], 16, SCORE_STEP)
+    for side in (twins.cpu, twins.gpu):
+        side.index.clock[STEP] = 12
+        side.index.tags.copy_(torch.arange(16, dtype=torch.int32))
+        side.call("rebase", 9)
+    twins.assert_equal()
+    assert twins.gpu.index.tags.tolist() == [0] * 10 + [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.cuda
+def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
+    if reason := reason_to_skip("cuda"):
+        pytest.skip(reason)
+    device = torch.device("cuda")
+    twins = Twins(device, [256, 256], 16, SCORE_STEP)
+    rng = np.random.default_rng(0)
+    batches = [draw(rng, [150, 100], 900)[0] for _ in range(8)]
+    table_ranges = torch.tensor([0, 150, 250], device=device)
+    ids = batches[0].to(device)
+    side = twins.gpu
+
+    def step() -> torch.Tensor:
+        side.kernels.advance(side.index, 0, SCORE_STEP)
+        return side.kernels.find_or_insert(
+            side.index, side.store, side.initializers, ids, table_ranges, None, side.state_values, True
+        )[0]
+
+    step()
+    fresh = Index.create([16, 16], 16, side.store.first_rows, False, device)
+    for name in TENSORS:
+        getattr(side.index, name).copy_(getattr(fresh, name))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = step()
+    for batch in batches:
+        ids.copy_(batch)
+        graph.replay()
+        twins.cpu.kernels.advance(twins.cpu.index, 0, SCORE_STEP)
+        expected, _ = twins.cpu.lookup(batch, table_ranges.cpu(), None)
+        assert torch.equal(rows.cpu(), expected)
+        twins.gpu.index.clock[NOW] = twins.cpu.index.clock[NOW]
+        twins.assert_equal()
