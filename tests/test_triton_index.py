@@ -174,8 +174,9 @@ def test_many_buckets_share_the_lists_of_a_small_batch(backend: str, on_gpu: boo
 def test_a_call_cut_short_leaves_nothing_in_the_next_ones_way(
     backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dynamicemb.table.triton import find_or_insert as module_function  # noqa: F401
     import sys
+
+    from dynamicemb.table.triton import find_or_insert as module_function  # noqa: F401
 
     module = sys.modules["dynamicemb.table.triton.find_or_insert"]
     twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [64], 16, SCORE_STEP)

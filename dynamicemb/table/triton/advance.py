@@ -9,7 +9,7 @@ from triton.language.extra.cuda import globaltimer
 
 from dynamicemb.table.index import NOW, OLDEST, STEP, Index
 from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
-from dynamicemb.table.triton.launch import padded_tables
+from dynamicemb.table.triton.launch import launch, padded_tables
 
 
 def advance(index: Index, lag: int, strategy: int) -> None:
@@ -24,22 +24,18 @@ def advance(index: Index, lag: int, strategy: int) -> None:
     on Unix time.
     """
     on_gpu = index.clock.device.type == "cuda"
-    _advance_kernel[(1,)](
-        index.clock,
-        index.score_values,
-        lag,
-        0 if on_gpu else time.time_ns(),
-        index.num_tables,
-        DEVICE_TIME=on_gpu,
-        STRATEGY=strategy,
-        TIMESTAMP=SCORE_TIMESTAMP,
-        STEP=SCORE_STEP,
-        STEP_INDEX=STEP,
-        OLDEST_INDEX=OLDEST,
-        NOW_INDEX=NOW,
-        TABLES=padded_tables(index.num_tables),
-        num_warps=1,
-    )
+    args = (index.clock, index.score_values, lag, 0 if on_gpu else time.time_ns(), index.num_tables)
+    constants = {
+        "DEVICE_TIME": on_gpu,
+        "STRATEGY": strategy,
+        "TIMESTAMP": SCORE_TIMESTAMP,
+        "STEP": SCORE_STEP,
+        "STEP_INDEX": STEP,
+        "OLDEST_INDEX": OLDEST,
+        "NOW_INDEX": NOW,
+        "TABLES": padded_tables(index.num_tables),
+    }
+    launch(_advance_kernel, (1,), args, constants, num_warps=1)
 
 
 def rebase(index: Index, shift: int) -> None:

@@ -8,7 +8,7 @@ from dynamicemb.table.index import ERASED, OLDEST, Index
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.triton.find import find_slots
 from dynamicemb.table.triton.hashing import group_of, mix
-from dynamicemb.table.triton.launch import power_of_two
+from dynamicemb.table.triton.launch import power_of_two, strides
 
 _TILE = 512
 
@@ -51,11 +51,13 @@ def rebuild(index: Index, table: int) -> None:
     keys, digests, scores, rows, tags = old
     kept = (digests != DIGEST_EMPTY) & ((digests != DIGEST_ERASED) | (tags >= index.clock[OLDEST]))
     arrays[1].zero_()
+    # Plain launch: a table's part of an array may begin anywhere.
     _rebuild_kernel[(max(1, (end - begin) // index.bucket_capacity),)](
         *arrays,
         *old,
         kept.to(torch.uint8),
         BUCKET=index.bucket_capacity,
+        **strides(index),
         TILE=min(_TILE, power_of_two(index.bucket_capacity)),
         num_warps=1,
     )
@@ -79,6 +81,8 @@ def _rebuild_kernel(
     old_tags_ptr,
     kept_ptr,
     BUCKET: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     base = tl.program_id(0).to(tl.int64) * BUCKET
@@ -100,9 +104,9 @@ def _rebuild_kernel(
             slot = base + tl.where(slot >= BUCKET, slot - BUCKET, slot)
             # All threads have looked for an empty slot before one of them takes it, and see it taken after.
             tl.debug_barrier()
-            tl.store(keys_ptr + slot, key)
+            tl.store(keys_ptr + slot * KEY_STRIDE, key)
             tl.store(digests_ptr + slot, tl.load(old_digests_ptr + old))
-            tl.store(scores_ptr + slot, tl.load(old_scores_ptr + old))
-            tl.store(rows_ptr + slot, tl.load(old_rows_ptr + old))
-            tl.store(tags_ptr + slot, tl.load(old_tags_ptr + old))
+            tl.store(scores_ptr + slot * KEY_STRIDE, tl.load(old_scores_ptr + old))
+            tl.store(rows_ptr + slot * ROW_STRIDE, tl.load(old_rows_ptr + old))
+            tl.store(tags_ptr + slot * ROW_STRIDE, tl.load(old_tags_ptr + old))
             tl.debug_barrier()

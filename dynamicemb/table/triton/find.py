@@ -15,13 +15,12 @@ from dynamicemb.table.triton.hashing import (
     mix,
     table_of,
 )
-from dynamicemb.table.triton.launch import padded_tables
+from dynamicemb.table.triton.launch import launch, padded_tables, strides
 from dynamicemb.table.triton.missing import Missing, claim, push
 
 # One warp per program and 64 ids per program were fastest on an H200 (16 x 32 to 256 tried).
 _BLOCK = 64
 _NUM_WARPS = 1
-_VARIANT = 0
 
 
 def find(
@@ -74,44 +73,34 @@ def _find(
         return out
     # Without a list the kernel does not read these.
     lists = missing.arguments() if missing is not None else (out, out, out, ids, out, out, out, out, ids, 1, 1)
-    _find_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
-        index.keys,
-        index.digests,
-        index.scores,
-        index.rows,
-        index.tags,
-        index.bucket_offsets,
-        index.score_values,
-        index.clock,
-        index.counters,
-        ids,
-        table_ranges,
-        out,
-        ids if frequencies is None else frequencies,
-        *lists,
-        ids.numel(),
-        index.num_tables,
-        BUCKET=index.bucket_capacity,
-        TOUCH=touch,
-        ACCUMULATE=index.accumulate,
-        HAS_FREQUENCIES=frequencies is not None,
-        SLOTS=slots,
-        LIST=missing is not None,
-        ORDERED=missing is not None and missing.ordered,
-        STEP_INDEX=STEP,
-        HITS_COLUMN=HITS,
-        MISSES_COLUMN=MISSES,
-        NUM_COLUMNS=NUM_COUNTERS,
-        TABLES=padded_tables(index.num_tables),
-        BLOCK=_BLOCK,
-        VARIANT=_VARIANT,
-        num_warps=_NUM_WARPS,
-    )
+    args = (
+        index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
+        index.clock, index.counters, ids, table_ranges, out, ids if frequencies is None else frequencies, *lists,
+        ids.numel(), index.num_tables,
+    )  # fmt: skip
+    constants = {
+        "BUCKET": index.bucket_capacity,
+        **strides(index),
+        "TOUCH": touch,
+        "ACCUMULATE": index.accumulate,
+        "HAS_FREQUENCIES": frequencies is not None,
+        "SLOTS": slots,
+        "LIST": missing is not None,
+        "ORDERED": missing is not None and missing.ordered,
+        "STEP_INDEX": STEP,
+        "HITS_COLUMN": HITS,
+        "MISSES_COLUMN": MISSES,
+        "NUM_COLUMNS": NUM_COUNTERS,
+        "TABLES": padded_tables(index.num_tables),
+        "BLOCK": _BLOCK,
+    }
+    launch(_find_kernel, (triton.cdiv(ids.numel(), _BLOCK),), args, constants, num_warps=_NUM_WARPS)
     return out
 
 
 @triton.jit
-def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr):
+def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr,
+          KEY_STRIDE: tl.constexpr):  # fmt: skip
     """Return the slot of each id in its bucket, or -1; lanes that are not pending get -1.
 
     Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the walk
@@ -134,7 +123,7 @@ def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: 
             in_low = low_marks != 0
             marks = tl.where(in_low, low_marks, high_marks)
             place = first + lowest_byte(marks) + tl.where(in_low, 0, 8)
-            key = tl.load(keys_ptr + place, mask=marks != 0, other=0)
+            key = tl.load(keys_ptr + place * KEY_STRIDE, mask=marks != 0, other=0)
             hit = (marks != 0) & (key == ids)
             slot = tl.where(hit, place, slot)
             rest = marks & (marks - 1)
@@ -145,6 +134,21 @@ def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: 
         group = tl.where(group + 1 < NUM_GROUPS, group + 1, 0)
         walked += 1
     return slot
+
+
+@triton.jit
+def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr, KEY_STRIDE: tl.constexpr,
+          ROW_STRIDE: tl.constexpr):  # fmt: skip
+    """Tag the slots that were hit with the step, and give them the score or add the amount to theirs.
+
+    Most occurrences come too late to change anything, and reading the tag is cheaper than writing it again.
+    """
+    fresh = hit & (tl.load(tags_ptr + slot * ROW_STRIDE, mask=hit, other=0) != step)
+    tl.store(tags_ptr + slot * ROW_STRIDE, step, mask=fresh)
+    if ACCUMULATE:
+        tl.atomic_add(scores_ptr + slot * KEY_STRIDE, amount, mask=hit, sem="relaxed")
+    else:
+        tl.store(scores_ptr + slot * KEY_STRIDE, score, mask=fresh)
 
 
 @triton.jit(do_not_specialize=["claims_mask", "lists_mask", "num_ids", "num_tables"])
@@ -176,6 +180,8 @@ def _find_kernel(
     num_ids,
     num_tables,
     BUCKET: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     TOUCH: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
@@ -188,7 +194,6 @@ def _find_kernel(
     NUM_COLUMNS: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
-    VARIANT: tl.constexpr,
 ):
     begin = tl.program_id(0) * BLOCK
     end = tl.minimum(begin + BLOCK, num_ids)
@@ -201,28 +206,21 @@ def _find_kernel(
     h = mix(ids)
     bucket = first_bucket + bucket_of(h, num_buckets)
     slot = probe(
-        keys_ptr, digests_ptr, bucket * BUCKET, group_of(h, BUCKET // 16), digest_of(h), ids, inside, BUCKET // 16
+        keys_ptr, digests_ptr, bucket * BUCKET, group_of(h, BUCKET // 16), digest_of(h), ids, inside, BUCKET // 16,
+        KEY_STRIDE,
     )
     hit = inside & (slot >= 0)
     if SLOTS:
         row = slot.to(tl.int32)
     else:
-        row = tl.load(rows_ptr + slot, mask=hit, other=-1)
+        row = tl.load(rows_ptr + slot * ROW_STRIDE, mask=hit, other=-1)
     amount = tl.full([BLOCK], 1, tl.int64)
     if HAS_FREQUENCIES & ACCUMULATE:
         amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
     if TOUCH:
-        step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
-        fresh = hit
-        if VARIANT & 1:
-            fresh = hit & (tl.load(tags_ptr + slot, mask=hit, other=0) != step)
-        tl.store(tags_ptr + slot, step, mask=fresh)
-        if ACCUMULATE:
-            tl.atomic_add(scores_ptr + slot, amount, mask=hit, sem="relaxed")
-        else:
-            tl.store(scores_ptr + slot, tl.load(score_values_ptr + table), mask=fresh)
-        if not (VARIANT & 2):
-            count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
+        touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
+              tl.load(score_values_ptr + table), ACCUMULATE, KEY_STRIDE, ROW_STRIDE)  # fmt: skip
+        count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
         if TOUCH:

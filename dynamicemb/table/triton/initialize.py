@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynamicemb.table.initializers import DEBUG_MODULUS, NUM_PARAMS, InitializerTable
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.philox import philox4x32, words_of
 
@@ -67,35 +67,23 @@ def _initialize(store, initializers, rows, ids, tables, state_values, counts) ->
     calls = min(power_of_two(triton.cdiv(max_dim, 4)), _MOST_CALLS_PER_ROW)
     tail = max(f.num_bytes(store.dtype) - f.state_offset(store.dtype) for f in store.formats) // 4
     tile = _CALLS // calls
-    _initialize_kernel[persistent_grid(rows.device, triton.cdiv(num_rows, tile))](
-        store.chunk_bases,
-        store.dims,
-        store.num_states,
-        store.row_bytes,
-        store.state_offsets,
-        initializers.modes,
-        initializers.params,
-        initializers.keys,
-        rows,
-        ids,
-        tables,
-        state_values,
-        rows if counts is None else counts,
-        store.chunk_shift,
-        num_rows,
-        max_dim,
-        tail,
-        COUNTED=counts is not None,
-        MODES=_mode_mask(initializers),
-        NUM_PARAMS=NUM_PARAMS,
-        ELEMENT=_ELEMENTS[store.dtype],
-        ELEMENT_BYTES=store.dtype.itemsize,
-        TILE=tile,
-        CALLS=calls,
-        MODULUS=DEBUG_MODULUS,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    args = (
+        store.chunk_bases, store.dims, store.num_states, store.row_bytes, store.state_offsets, initializers.modes,
+        initializers.params, initializers.keys, rows, ids, tables, state_values, rows if counts is None else counts,
+        store.chunk_shift, num_rows, max_dim, tail,
+    )  # fmt: skip
+    constants = {
+        "COUNTED": counts is not None,
+        "MODES": _mode_mask(initializers),
+        "NUM_PARAMS": NUM_PARAMS,
+        "ELEMENT": _ELEMENTS[store.dtype],
+        "ELEMENT_BYTES": store.dtype.itemsize,
+        "TILE": tile,
+        "CALLS": calls,
+        "MODULUS": DEBUG_MODULUS,
+    }
+    grid = persistent_grid(rows.device, triton.cdiv(num_rows, tile))
+    launch(_initialize_kernel, grid, args, constants, num_warps=1, enable_fp_fusion=False)
 
 
 @triton.jit

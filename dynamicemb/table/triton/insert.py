@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynamicemb.table.index import OLDEST, STEP, Index
 from dynamicemb.table.triton.hashing import bucket_of, digest_of, group_of, mix
-from dynamicemb.table.triton.launch import persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two, strides
 from dynamicemb.table.triton.missing import Missing
 
 # Slots that one program looks at in one go; small buckets are taken several at a time.
@@ -34,40 +34,27 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     num_warps = 1 if capacity <= _SLOTS else 4
     lists = max(1, _SLOTS // tile) if capacity <= _SLOTS else 1
     grid = persistent_grid(rows.device, triton.cdiv(rows.numel(), lists), num_warps)
-    _insert_kernel[grid](
-        index.keys,
-        index.digests,
-        index.scores,
-        index.rows,
-        index.tags,
-        index.bucket_offsets,
-        index.score_values,
-        index.clock,
-        rows,
-        missing.heads,
-        missing.counts,
-        missing.leader_ids,
-        missing.leader_tables,
-        missing.positions,
-        missing.next,
-        missing.work,
-        missing.leader_rows,
-        missing.outcomes,
-        missing.victims,
-        missing.amounts,
-        missing.leader_ids.numel(),
-        BUCKET=capacity,
-        TILE=tile,
-        LISTS=lists,
-        ACCUMULATE=index.accumulate,
-        STEP_INDEX=STEP,
-        OLDEST_INDEX=OLDEST,
-        num_warps=num_warps,
-    )
+    m = missing
+    args = (
+        index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
+        index.clock, rows, m.heads, m.counts, m.leader_ids, m.leader_tables, m.positions, m.next, m.work, m.leader_rows,
+        m.outcomes, m.victims, m.amounts, m.leader_ids.numel(),
+    )  # fmt: skip
+    constants = {
+        "BUCKET": capacity,
+        **strides(index),
+        "TILE": tile,
+        "LISTS": lists,
+        "ACCUMULATE": index.accumulate,
+        "STEP_INDEX": STEP,
+        "OLDEST_INDEX": OLDEST,
+    }
+    launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
 
 
 @triton.jit
-def _free_slot(digests_ptr, tags_ptr, base, group, wanted, oldest, BUCKET: tl.constexpr, TILE: tl.constexpr):
+def _free_slot(digests_ptr, tags_ptr, base, group, wanted, oldest, BUCKET: tl.constexpr, ROW_STRIDE: tl.constexpr,
+               TILE: tl.constexpr):  # fmt: skip
     """Return the first slot in probe order that is empty, or erased and not protected; -1 if none or not wanted.
 
     The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty
@@ -81,7 +68,7 @@ def _free_slot(digests_ptr, tags_ptr, base, group, wanted, oldest, BUCKET: tl.co
         place = base[:, None] + tl.where(place >= BUCKET, place - BUCKET, place)
         looked = (wanted & (slot < 0))[:, None] & (order < BUCKET)[None, :]
         digest = tl.load(digests_ptr + place, mask=looked, other=2)
-        tag = tl.load(tags_ptr + place, mask=digest == 1, other=0)
+        tag = tl.load(tags_ptr + place * ROW_STRIDE, mask=digest == 1, other=0)
         free = (digest == 0) | ((digest == 1) & (tag < oldest))
         first = tl.min(tl.where(free, order[None, :], BUCKET), 1)
         found = group * 16 + first
@@ -93,7 +80,8 @@ def _free_slot(digests_ptr, tags_ptr, base, group, wanted, oldest, BUCKET: tl.co
 
 @triton.jit
 def _lowest_slot(
-    keys_ptr, scores_ptr, tags_ptr, base, wanted, oldest, BUCKET: tl.constexpr, TILE: tl.constexpr
+    keys_ptr, scores_ptr, tags_ptr, base, wanted, oldest, BUCKET: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return slot and score of the unprotected slot with the lowest (score, fmix64(id)) of full buckets; -1 if none.
 
@@ -107,12 +95,12 @@ def _lowest_slot(
         order = begin + tl.arange(0, TILE)
         place = base[:, None] + order[None, :]
         looked = wanted[:, None] & (order < BUCKET)[None, :]
-        tag = tl.load(tags_ptr + place, mask=looked, other=0x7FFFFFFF)
+        tag = tl.load(tags_ptr + place * ROW_STRIDE, mask=looked, other=0x7FFFFFFF)
         open_ = looked & (tag < oldest)
-        score = tl.load(scores_ptr + place, mask=open_, other=LARGEST)
+        score = tl.load(scores_ptr + place * KEY_STRIDE, mask=open_, other=LARGEST)
         low = tl.min(score, 1)
         tie = open_ & (score == low[:, None])
-        key = tl.load(keys_ptr + place, mask=tie, other=0)
+        key = tl.load(keys_ptr + place * KEY_STRIDE, mask=tie, other=0)
         # Flipping the sign bit makes signed order that of the unsigned hashes.
         mixed = (mix(key) ^ 0x8000000000000000).to(tl.int64, bitcast=True)
         low_hash = tl.min(tl.where(tie, mixed, LARGEST), 1)
@@ -149,6 +137,8 @@ def _insert_kernel(
     amounts_ptr,
     num_ids,
     BUCKET: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     LISTS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -173,13 +163,15 @@ def _insert_kernel(
             num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
             h = mix(key)
             base = (first_bucket + bucket_of(h, num_buckets)) * BUCKET
-            slot = _free_slot(digests_ptr, tags_ptr, base, group_of(h, BUCKET // 16), on, oldest, BUCKET, TILE)
+            slot = _free_slot(digests_ptr, tags_ptr, base, group_of(h, BUCKET // 16), on, oldest, BUCKET,
+                              ROW_STRIDE, TILE)  # fmt: skip
             outcome = tl.where(slot >= 0, 1, 0)
             full = on & (slot < 0)
             if tl.max(full.to(tl.int32), 0) > 0:
-                lowest, lowest_score = _lowest_slot(keys_ptr, scores_ptr, tags_ptr, base, full, oldest, BUCKET, TILE)
+                lowest, lowest_score = _lowest_slot(keys_ptr, scores_ptr, tags_ptr, base, full, oldest, BUCKET,
+                                                    KEY_STRIDE, ROW_STRIDE, TILE)  # fmt: skip
                 evicts = full & (lowest >= 0)
-                victim = tl.load(keys_ptr + lowest, mask=evicts, other=0)
+                victim = tl.load(keys_ptr + lowest * KEY_STRIDE, mask=evicts, other=0)
                 tl.store(victims_ptr + k, victim, mask=evicts)
                 tl.store(victims_ptr + num_ids.to(tl.int64) + k, lowest_score, mask=evicts)
                 slot = tl.where(full, lowest, slot)
@@ -188,13 +180,13 @@ def _insert_kernel(
             score = tl.load(score_values_ptr + table)
             if ACCUMULATE:
                 score = tl.load(amounts_ptr + (-2 - tl.load(out_ptr + position, mask=on, other=-2)), mask=on, other=0)
-            row = tl.load(rows_ptr + slot, mask=placed, other=-1)
+            row = tl.load(rows_ptr + slot * ROW_STRIDE, mask=placed, other=-1)
             # Whoever still reads the victim's key or digest must be done before they change.
             tl.debug_barrier()
-            tl.store(keys_ptr + slot, key, mask=placed)
+            tl.store(keys_ptr + slot * KEY_STRIDE, key, mask=placed)
             tl.store(digests_ptr + slot, digest_of(h), mask=placed)
-            tl.store(scores_ptr + slot, score, mask=placed)
-            tl.store(tags_ptr + slot, step, mask=placed)
+            tl.store(scores_ptr + slot * KEY_STRIDE, score, mask=placed)
+            tl.store(tags_ptr + slot * ROW_STRIDE, step, mask=placed)
             tl.store(out_ptr + position, row, mask=on)
             tl.store(leader_rows_ptr + k, row, mask=on)
             tl.store(outcomes_ptr + k, outcome, mask=on)

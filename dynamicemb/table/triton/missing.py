@@ -14,7 +14,7 @@ import triton.language as tl
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
-from dynamicemb.table.triton.launch import padded_tables, power_of_two
+from dynamicemb.table.triton.launch import launch, padded_tables, power_of_two
 
 # A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
 MAX_IDS = 2**29 - 1
@@ -112,16 +112,17 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
     block = 256
     grid = (triton.cdiv(num_ids, block),)
     num_tables = index.num_tables
-    shape = {"TABLES": padded_tables(num_tables), "BLOCK": block, "num_warps": 4}
-    _order_keys_kernel[grid](
-        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.heads.numel() - 1, num_ids,
-        num_tables, LAST=_LAST_KEY, **shape,
+    args = (
+        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.heads.numel() - 1, num_ids, num_tables
     )  # fmt: skip
+    constants = {"LAST": _LAST_KEY, "TABLES": padded_tables(num_tables), "BLOCK": block}
+    launch(_order_keys_kernel, grid, args, constants, num_warps=4)
     keys, positions = torch.sort(keys, stable=True)
-    _link_kernel[grid](
+    args = (
         ids, table_ranges, keys, positions, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
-        missing.positions, missing.next, missing.work, num_ids, num_tables, LAST=_LAST_KEY, BLOCK=block, num_warps=4,
+        missing.positions, missing.next, missing.work, num_ids, num_tables,
     )  # fmt: skip
+    launch(_link_kernel, grid, args, {"LAST": _LAST_KEY, "BLOCK": block}, num_warps=4)
 
 
 def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
@@ -136,11 +137,19 @@ def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing
     Host sync: none. Bytes moved: 4 per occurrence, 12 more per occurrence of a missing id.
     """
     block = 1024
-    _settle_kernel[(triton.cdiv(rows.numel(), block),)](
+    args = (
         rows, missing.claims, missing.counts, missing.leader_tables, missing.outcomes, table_ranges, index.counters,
-        rows.numel(), index.num_tables, INSERTED_COLUMN=INSERTED, EVICTED_COLUMN=EVICTED, FAILED_COLUMN=FAILED,
-        NUM_COLUMNS=NUM_COUNTERS, TABLES=padded_tables(index.num_tables), BLOCK=block, num_warps=4,
+        rows.numel(), index.num_tables,
     )  # fmt: skip
+    constants = {
+        "INSERTED_COLUMN": INSERTED,
+        "EVICTED_COLUMN": EVICTED,
+        "FAILED_COLUMN": FAILED,
+        "NUM_COLUMNS": NUM_COUNTERS,
+        "TABLES": padded_tables(index.num_tables),
+        "BLOCK": block,
+    }
+    launch(_settle_kernel, (triton.cdiv(rows.numel(), block),), args, constants, num_warps=4)
 
 
 @triton.jit
