@@ -1,12 +1,13 @@
-"""The index kernels in Triton against their numba twins: every byte where the order is the batch's, else ids and scores."""
+"""The index kernels in Triton against their numba twins: every byte in batch order, else ids and scores."""
 
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from tests.conftest import reason_to_skip
@@ -88,9 +89,7 @@ def run_in_order(backend: str, case: tuple, steps: int) -> None:
             assert torch.equal(ours, theirs), name
         if step % 3 == 2:
             gone, gone_ranges = draw(rng, sizes_of(rng, tables, slots, on_gpu), slots)
-            assert torch.equal(
-                twins.gpu.call("erase", gone, gone_ranges), twins.cpu.call("erase", gone, gone_ranges)
-            )
+            assert torch.equal(twins.gpu.call("erase", gone, gone_ranges), twins.cpu.call("erase", gone, gone_ranges))
         if step % 6 == 5 or steps - step == 1:
             for side in (twins.cpu, twins.gpu):
                 side.call("rebuild", step % tables)
@@ -114,11 +113,13 @@ def test_c07_any_order_leaves_the_same_ids_and_scores(backend: str, on_gpu: bool
         frequencies = torch.from_numpy(rng.integers(1, 5, ids.numel())) if step % 2 else None
         expected, result = twins.cpu.lookup(ids, table_ranges, frequencies)
         rows, ours = twins.gpu.lookup(ids, table_ranges, frequencies, deterministic=False)
-        assert torch.equal(twins.gpu.index.counters.cpu(), twins.cpu.index.counters)
-        assert int((rows < 0).sum()) == int((expected < 0).sum())
-        assert [x.numel() for x in ours] == [x.numel() for x in result]
+        # Where some ids must fail, which ones do is open, and so is how often they occur.
         now_failed = int(twins.cpu.index.counters[:, FAILED].sum())
+        same = [c for c in range(NUM_COUNTERS) if c != FAILED or now_failed == failed]
+        assert torch.equal(twins.gpu.index.counters.cpu()[:, same], twins.cpu.index.counters[:, same])
+        assert [x.numel() for x in ours] == [x.numel() for x in result]
         if now_failed == failed:
+            assert bool(((rows < 0) == (expected < 0)).all())
             assert sorted(zip(*(x.tolist() for x in ours[2:]))) == sorted(zip(*(x.tolist() for x in result[2:])))
             assert all(twins.gpu.resident(t) == twins.cpu.resident(t) for t in range(tables))
             assert torch.equal(twins.gpu.call("find", ids, table_ranges, False), rows)
@@ -174,10 +175,6 @@ def test_many_buckets_share_the_lists_of_a_small_batch(backend: str, on_gpu: boo
 def test_a_call_cut_short_leaves_nothing_in_the_next_ones_way(
     backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
-    from dynamicemb.table.triton import find_or_insert as module_function  # noqa: F401
-
     module = sys.modules["dynamicemb.table.triton.find_or_insert"]
     twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [64], 16, SCORE_STEP)
     twins.advance()

@@ -97,7 +97,9 @@ def batch(rng: np.random.Generator, tables: int, capacity: int, first_rows: list
         rows += [*taken, -1]
         owners += [t] * (len(taken) + 1)
     order = rng.permutation(len(rows))
-    ids = np.where(rng.random(order.size) < 0.3, rng.choice(IDS, order.size), rng.integers(INT64.min, INT64.max, order.size))
+    ids = np.where(
+        rng.random(order.size) < 0.3, rng.choice(IDS, order.size), rng.integers(INT64.min, INT64.max, order.size)
+    )
     return (
         torch.tensor(rows, dtype=torch.int32)[order],
         torch.from_numpy(ids),
@@ -105,7 +107,11 @@ def batch(rng: np.random.Generator, tables: int, capacity: int, first_rows: list
     )
 
 
-SHAPES = [[(1, 0), (3, 1), (4, 4), (7, 2)], [(128, 256), (12, 1), (33, 33), (5, 0)], [(300, 1), (2, 0), (257, 9), (9, 3)]]
+SHAPES = [
+    [(1, 0), (3, 1), (4, 4), (7, 2)],
+    [(128, 256), (12, 1), (33, 33), (5, 0)],
+    [(300, 1), (2, 0), (257, 9), (9, 3)],
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -1,6 +1,5 @@
 """The same tables on the CPU's kernels and on Triton's, so that every call can be compared."""
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -107,14 +106,3 @@ def draw(rng: np.random.Generator, sizes: list[int], universe: int) -> tuple[tor
     ids = rng.integers(0, universe, sum(sizes)) ** 2 // universe
     ids = np.where(rng.random(ids.size) < 0.1, rng.choice(EXTREME, ids.size), ids)
     return torch.from_numpy(ids.astype(np.int64)), torch.tensor([0, *sizes]).cumsum(0)
-
-
-def counting(function: Callable) -> Callable:
-    """Return the function with a count of its calls in ``calls``."""
-
-    def wrapper(*args, **kwargs):
-        wrapper.calls += 1
-        return function(*args, **kwargs)
-
-    wrapper.calls = 0
-    return wrapper

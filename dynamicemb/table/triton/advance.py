@@ -20,8 +20,8 @@ def advance(index: Index, lag: int, strategy: int) -> None:
         lag: how many steps before the new one the oldest protected step is.
         strategy: SCORE_*, see ``table/scores.py``.
 
-    Host sync: none; in a CUDA graph every replay is a new step with its own time, taken from the GPU's timer, which runs
-    on Unix time.
+    Host sync: none. In a CUDA graph every replay is a new step with its own time: the GPU's global timer counts Unix
+    nanoseconds.
     """
     on_gpu = index.clock.device.type == "cuda"
     args = (index.clock, index.score_values, lag, 0 if on_gpu else time.time_ns(), index.num_tables)

@@ -103,8 +103,8 @@ def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: 
           KEY_STRIDE: tl.constexpr):  # fmt: skip
     """Return the slot of each id in its bucket, or -1; lanes that are not pending get -1.
 
-    Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the walk
-    wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
+    Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the
+    walk wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
 
     The 16 digests of a group are two 64-bit words; keys are read only where a digest agrees.
     """
@@ -206,7 +206,14 @@ def _find_kernel(
     h = mix(ids)
     bucket = first_bucket + bucket_of(h, num_buckets)
     slot = probe(
-        keys_ptr, digests_ptr, bucket * BUCKET, group_of(h, BUCKET // 16), digest_of(h), ids, inside, BUCKET // 16,
+        keys_ptr,
+        digests_ptr,
+        bucket * BUCKET,
+        group_of(h, BUCKET // 16),
+        digest_of(h),
+        ids,
+        inside,
+        BUCKET // 16,
         KEY_STRIDE,
     )
     hit = inside & (slot >= 0)

@@ -35,8 +35,8 @@ def initialize(
         tables: i32 ``[M]``, the table of each row.
         state_values: f32 ``[T]``, the value every optimizer state float of a table starts with.
 
-    Host sync: one, the first time an ``InitializerTable`` is seen, to learn which modes it has. Bytes moved: ``row_bytes``
-    written and 16 read for each row.
+    Host sync: one, the first time an ``InitializerTable`` is seen, to learn which modes it has. Bytes moved:
+    ``row_bytes`` written and 16 read for each row.
     """
     _initialize(store, initializers, rows, ids, tables, state_values, None)
 
@@ -113,7 +113,6 @@ def _horner(r, c0, c1, c2, c3, c4, c5, c6, c7):
     return ((((((c0 * r + c1) * r + c2) * r + c3) * r + c4) * r + c5) * r + c6) * r + c7
 
 
-
 @triton.jit
 def _normal_quantile(p):
     """Return the standard normal quantile of ``0 < p < 1`` in float64 (Wichura, Algorithm AS 241, PPND16)."""
@@ -166,7 +165,10 @@ def _interleave4(a, b, c, d):
 
 @triton.jit
 def _round(values, ELEMENT: tl.constexpr):
-    """Round float32 values to nearest-even into the table's dtype; in integers for bfloat16, which interpreters truncate."""
+    """Round float32 values to nearest-even into the table's dtype.
+
+    For bfloat16 in integers: Triton's interpreter truncates.
+    """
     if ELEMENT == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -249,8 +251,8 @@ def _initialize_kernel(
         address = tl.multiple_of(base + (row & ((one << chunk_shift) - 1)) * row_bytes, 16)
         state_offset = tl.load(state_offsets_ptr + table)
         _fill_weights(
-            address, ids, table, wanted, tl.load(dims_ptr + table), state_offset // ELEMENT_BYTES, modes_ptr, params_ptr,
-            table_keys_ptr, max_dim, MODES, NUM_PARAMS, ELEMENT, CALLS, MODULUS,
+            address, ids, table, wanted, tl.load(dims_ptr + table), state_offset // ELEMENT_BYTES, modes_ptr,
+            params_ptr, table_keys_ptr, max_dim, MODES, NUM_PARAMS, ELEMENT, CALLS, MODULUS,
         )  # fmt: skip
         _fill_tail(
             address + state_offset, (row_bytes - state_offset) // 4, tl.load(num_states_ptr + table),

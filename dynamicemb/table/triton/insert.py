@@ -18,8 +18,8 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
 
     An id takes the first free slot in its probe order (empty, or erased and not protected), else the slot with the
     lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the
-    id), else it fails. A list is walked in its order: the latest pushed first, or in batch order if ``missing.ordered``;
-    without failures every order leaves the same ids.
+    id), else it fails. A list is walked in its order: the latest pushed first, or in batch order if
+    ``missing.ordered``; without failures every order leaves the same ids.
 
     Args:
         index: the group's index.

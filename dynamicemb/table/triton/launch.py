@@ -28,8 +28,8 @@ def launch(
     and on whether all pointers are aligned, so the kernel is chosen once and then called with plain addresses.
 
     Args:
-        kernel: a ``@triton.jit`` function whose integers are all in ``do_not_specialize``; their types, and the dtypes of
-            its tensors, are the same in every launch.
+        kernel: a ``@triton.jit`` function whose integers are all in ``do_not_specialize``; their types, and the dtypes
+            of its tensors, are the same in every launch.
         grid: programs.
         args: tensors and integers below 2**31, in the order of the kernel's parameters.
         constants: the constexpr parameters that follow, in order.

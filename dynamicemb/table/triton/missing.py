@@ -1,8 +1,8 @@
 """The missing ids of one lookup: one leader each, listed by bucket, so that every bucket has one owner.
 
-Three steps that need no host. ``claim``: the occurrences of a missing id agree on a place in a scratch hash table and one
-of them leads. ``push``: leaders queue on the list of their bucket. ``settle``: the other occurrences read what became of
-their leader. A hot new id thus costs its bucket one entry, however often it occurs.
+Three steps that need no host. ``claim``: the occurrences of a missing id agree on a place in a scratch hash table, and
+one of them leads. ``push``: leaders queue on the list of their bucket. ``settle``: the other occurrences read what
+became of their leader. A hot new id thus costs its bucket one entry, however often it occurs.
 """
 
 from dataclasses import dataclass
@@ -113,16 +113,17 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
     grid = (triton.cdiv(num_ids, block),)
     num_tables = index.num_tables
     args = (
-        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.heads.numel() - 1, num_ids, num_tables
+        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.heads.numel() - 1, num_ids,
+        num_tables,
     )  # fmt: skip
     constants = {"LAST": _LAST_KEY, "TABLES": padded_tables(num_tables), "BLOCK": block}
     launch(_order_keys_kernel, grid, args, constants, num_warps=4)
     keys, positions = torch.sort(keys, stable=True)
-    args = (
+    links = (
         ids, table_ranges, keys, positions, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
         missing.positions, missing.next, missing.work, num_ids, num_tables,
     )  # fmt: skip
-    launch(_link_kernel, grid, args, {"LAST": _LAST_KEY, "BLOCK": block}, num_warps=4)
+    launch(_link_kernel, grid, links, {"LAST": _LAST_KEY, "BLOCK": block}, num_warps=4)
 
 
 def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
@@ -187,7 +188,7 @@ def push(
     i, ids, table, bucket_list, leader, heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr, positions_ptr,
     next_ptr, work_ptr,
 ):  # fmt: skip
-    """Append the leading lanes to the leaders, push them on their lists, and append the lists they begin to the work."""
+    """Append the leading lanes to the leaders and push them on their lists; lists that begin here become work."""
     leading = leader.to(tl.int32)
     number = tl.sum(leading, 0)
     if number > 0:
