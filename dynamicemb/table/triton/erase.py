@@ -81,7 +81,7 @@ def _rebuild_kernel(
     old_tags_ptr,
     kept_ptr,
     BUCKET: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
+    SCORE_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -104,9 +104,9 @@ def _rebuild_kernel(
             slot = base + tl.where(slot >= BUCKET, slot - BUCKET, slot)
             # All threads have looked for an empty slot before one of them takes it, and see it taken after.
             tl.debug_barrier()
-            tl.store(keys_ptr + slot * KEY_STRIDE, key)
+            tl.store(keys_ptr + slot, key)
             tl.store(digests_ptr + slot, tl.load(old_digests_ptr + old))
-            tl.store(scores_ptr + slot * KEY_STRIDE, tl.load(old_scores_ptr + old))
+            tl.store(scores_ptr + slot * SCORE_STRIDE, tl.load(old_scores_ptr + old))
             tl.store(rows_ptr + slot * ROW_STRIDE, tl.load(old_rows_ptr + old))
             tl.store(tags_ptr + slot * ROW_STRIDE, tl.load(old_tags_ptr + old))
             tl.debug_barrier()

@@ -72,7 +72,7 @@ def _find(
     if ids.numel() == 0:
         return out
     # Without a list the kernel does not read these.
-    lists = missing.arguments() if missing is not None else (out, out, out, ids, out, out, out, out, ids, 1, 1)
+    lists = missing.arguments() if missing is not None else (out, out, out, ids, out, out, out, out, out, ids, 1, 1)
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
         index.clock, index.counters, ids, table_ranges, out, ids if frequencies is None else frequencies, *lists,
@@ -99,45 +99,84 @@ def _find(
 
 
 @triton.jit
-def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr,
-          KEY_STRIDE: tl.constexpr):  # fmt: skip
+def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr):
     """Return the slot of each id in its bucket, or -1; lanes that are not pending get -1.
 
     Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the
     walk wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
 
-    The 16 digests of a group are two 64-bit words; keys are read only where a digest agrees.
+    Most ids are in their start group. The others, and those that a full bucket does not hold, look at four groups at a
+    time; what lies behind an empty slot is never theirs, so seeing it does no harm.
     """
-    slot = tl.full(ids.shape, -1, tl.int64)
+    words_ptr = digests_ptr.to(tl.pointer_type(tl.uint64)) + base // 8
     pattern = digest.to(tl.uint64) * 0x0101010101010101
-    words_ptr = digests_ptr.to(tl.pointer_type(tl.uint64))
-    walked = 0
+    slot, pending = _look(keys_ptr + base, words_ptr, group, pattern, ids, pending)
+    slot = tl.where(slot >= 0, base + slot, -1)
+    walked = 1
     while (walked < NUM_GROUPS) & (tl.max(pending.to(tl.int32), 0) > 0):
-        first = base + group * 16
-        low = tl.load(words_ptr + first // 8, mask=pending, other=0)
-        high = tl.load(words_ptr + first // 8 + 1, mask=pending, other=0)
-        # Words that were not loaded are 0, which is no digest of an id.
-        low_marks = bytes_equal(low, pattern)
-        high_marks = bytes_equal(high, pattern)
-        while tl.max(((low_marks | high_marks) != 0).to(tl.int32), 0) > 0:
-            in_low = low_marks != 0
-            marks = tl.where(in_low, low_marks, high_marks)
-            place = first + lowest_byte(marks) + tl.where(in_low, 0, 8)
-            key = tl.load(keys_ptr + place * KEY_STRIDE, mask=marks != 0, other=0)
-            hit = (marks != 0) & (key == ids)
-            slot = tl.where(hit, place, slot)
-            rest = marks & (marks - 1)
-            low_marks = tl.where(in_low & (hit == 0), rest, 0)
-            high_marks = tl.where(hit, 0, tl.where(in_low, high_marks, rest))
-        has_empty = (bytes_equal(low, 0) | bytes_equal(high, 0)) != 0
-        pending = pending & (slot < 0) & (has_empty == 0)
-        group = tl.where(group + 1 < NUM_GROUPS, group + 1, 0)
-        walked += 1
+        further, pending = _look_further(
+            keys_ptr + base, words_ptr, group, pattern, ids, pending, walked, NUM_GROUPS, 4
+        )
+        slot = tl.where(further >= 0, base + further, slot)
+        walked += 4
     return slot
 
 
 @triton.jit
-def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr, KEY_STRIDE: tl.constexpr,
+def _look(keys_ptr, words_ptr, group, pattern, ids, pending):
+    """Look at one group of each lane's bucket; return the slot in the bucket or -1, and who has to look further.
+
+    The 16 digests of a group are two 64-bit words; keys are read only where a digest agrees.
+    """
+    slot = tl.full(ids.shape, -1, tl.int64)
+    low = tl.load(words_ptr + group * 2, mask=pending, other=0)
+    high = tl.load(words_ptr + group * 2 + 1, mask=pending, other=0)
+    # Words that were not loaded are 0, which is no digest of an id.
+    low_marks = bytes_equal(low, pattern)
+    high_marks = bytes_equal(high, pattern)
+    while tl.max(((low_marks | high_marks) != 0).to(tl.int32), 0) > 0:
+        in_low = low_marks != 0
+        marks = tl.where(in_low, low_marks, high_marks)
+        place = group * 16 + lowest_byte(marks) + tl.where(in_low, 0, 8)
+        key = tl.load(keys_ptr + place, mask=marks != 0, other=0)
+        hit = (marks != 0) & (key == ids)
+        slot = tl.where(hit, place, slot)
+        rest = marks & (marks - 1)
+        low_marks = tl.where(in_low & (hit == 0), rest, 0)
+        high_marks = tl.where(hit, 0, tl.where(in_low, high_marks, rest))
+    has_empty = (bytes_equal(low, 0) | bytes_equal(high, 0)) != 0
+    return slot, pending & (slot < 0) & (has_empty == 0)
+
+
+@triton.jit
+def _look_further(
+    keys_ptr, words_ptr, group, pattern, ids, pending, walked, NUM_GROUPS: tl.constexpr, SPAN: tl.constexpr
+):
+    """Look at ``SPAN`` groups at once, those ``walked`` and more groups after the first; else as ``_look``."""
+    NONE: tl.constexpr = SPAN * 16
+    slot = tl.full(ids.shape, -1, tl.int64)
+    word = tl.arange(0, SPAN * 2)
+    ahead = group[:, None] + walked + word[None, :] // 2
+    ahead = tl.where(ahead >= NUM_GROUPS, ahead - NUM_GROUPS, ahead)
+    looked = pending[:, None] & (walked + word // 2 < NUM_GROUPS)[None, :]
+    words = tl.load(words_ptr[:, None] + ahead * 2 + word[None, :] % 2, mask=looked, other=0)
+    marks = bytes_equal(words, pattern[:, None])
+    while tl.max(tl.max((marks != 0).to(tl.int32), 1), 0) > 0:
+        order = tl.where(marks != 0, word[None, :] * 8 + lowest_byte(marks).to(tl.int32), NONE)
+        first = tl.min(order, 1)
+        place = group + walked + first // 16
+        place = tl.where(place >= NUM_GROUPS, place - NUM_GROUPS, place) * 16 + first % 16
+        key = tl.load(keys_ptr + place, mask=first < NONE, other=0)
+        hit = (first < NONE) & (key == ids)
+        slot = tl.where(hit, place, slot)
+        marks = tl.where(order == first[:, None], marks & (marks - 1), marks)
+        marks = tl.where(hit[:, None], 0, marks)
+    has_empty = tl.max((looked & (bytes_equal(words, 0) != 0)).to(tl.int32), 1) > 0
+    return slot, pending & (slot < 0) & (has_empty == 0)
+
+
+@triton.jit
+def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr, SCORE_STRIDE: tl.constexpr,
           ROW_STRIDE: tl.constexpr):  # fmt: skip
     """Tag the slots that were hit with the step, and give them the score or add the amount to theirs.
 
@@ -146,9 +185,9 @@ def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.c
     fresh = hit & (tl.load(tags_ptr + slot * ROW_STRIDE, mask=hit, other=0) != step)
     tl.store(tags_ptr + slot * ROW_STRIDE, step, mask=fresh)
     if ACCUMULATE:
-        tl.atomic_add(scores_ptr + slot * KEY_STRIDE, amount, mask=hit, sem="relaxed")
+        tl.atomic_add(scores_ptr + slot * SCORE_STRIDE, amount, mask=hit, sem="relaxed")
     else:
-        tl.store(scores_ptr + slot * KEY_STRIDE, score, mask=fresh)
+        tl.store(scores_ptr + slot * SCORE_STRIDE, score, mask=fresh)
 
 
 @triton.jit(do_not_specialize=["claims_mask", "lists_mask", "num_ids", "num_tables"])
@@ -171,6 +210,7 @@ def _find_kernel(
     counts_ptr,
     leader_ids_ptr,
     leader_tables_ptr,
+    leader_buckets_ptr,
     positions_ptr,
     next_ptr,
     work_ptr,
@@ -180,7 +220,7 @@ def _find_kernel(
     num_ids,
     num_tables,
     BUCKET: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
+    SCORE_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     TOUCH: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -205,17 +245,8 @@ def _find_kernel(
     num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
     h = mix(ids)
     bucket = first_bucket + bucket_of(h, num_buckets)
-    slot = probe(
-        keys_ptr,
-        digests_ptr,
-        bucket * BUCKET,
-        group_of(h, BUCKET // 16),
-        digest_of(h),
-        ids,
-        inside,
-        BUCKET // 16,
-        KEY_STRIDE,
-    )
+    group = group_of(h, BUCKET // 16)
+    slot = probe(keys_ptr, digests_ptr, bucket * BUCKET, group, digest_of(h), ids, inside, BUCKET // 16)
     hit = inside & (slot >= 0)
     if SLOTS:
         row = slot.to(tl.int32)
@@ -226,7 +257,7 @@ def _find_kernel(
         amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
     if TOUCH:
         touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
-              tl.load(score_values_ptr + table), ACCUMULATE, KEY_STRIDE, ROW_STRIDE)  # fmt: skip
+              tl.load(score_values_ptr + table), ACCUMULATE, SCORE_STRIDE, ROW_STRIDE)  # fmt: skip
         count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
@@ -238,6 +269,6 @@ def _find_kernel(
             if ACCUMULATE:
                 tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
             if not ORDERED:
-                push(i, ids, table, (bucket & lists_mask).to(tl.int32), leader, heads_ptr, counts_ptr, leader_ids_ptr,
-                     leader_tables_ptr, positions_ptr, next_ptr, work_ptr)  # fmt: skip
+                push(i, ids, table, bucket.to(tl.int32), leader, lists_mask, heads_ptr, counts_ptr, leader_ids_ptr,
+                     leader_tables_ptr, leader_buckets_ptr, positions_ptr, next_ptr, work_ptr)  # fmt: skip
     tl.store(out_ptr + i, row, mask=inside)

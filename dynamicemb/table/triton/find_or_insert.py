@@ -22,13 +22,15 @@ class Inserted:
         counts: i32 ``[1]``, L - 1.
         positions: i32 ``[N]``, the leading occurrence; ``[L]`` count, like all that follow.
         outcomes: i32 ``[N]``.
-        victims: i64 ``[2, N]``, id and score.
+        victim_ids: i64 ``[N]``.
+        victim_scores: i64 ``[N]``.
     """
 
     counts: torch.Tensor
     positions: torch.Tensor
     outcomes: torch.Tensor
-    victims: torch.Tensor
+    victim_ids: torch.Tensor
+    victim_scores: torch.Tensor
 
     def result(self) -> InsertResult:
         """Return the outcome in batch order. Host sync: one, for the number of leaders, and those of the selections."""
@@ -36,8 +38,13 @@ class Inserted:
         positions, by_position = self.positions[:num_leaders].long().sort()
         outcomes = self.outcomes[:num_leaders][by_position]
         evicted = outcomes == EVICTED_OUTCOME
-        victims = self.victims[:, by_position[evicted]]
-        return InsertResult(positions[outcomes != FAILED_OUTCOME], positions[evicted], victims[0], victims[1])
+        victims = by_position[evicted]
+        return InsertResult(
+            positions[outcomes != FAILED_OUTCOME],
+            positions[evicted],
+            self.victim_ids[victims],
+            self.victim_scores[victims],
+        )
 
 
 def find_or_insert(
@@ -69,7 +76,7 @@ def find_or_insert(
         ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not deterministic, an event
         names any one of the occurrences of its id.
 
-    Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 60 bytes per id, from torch's
+    Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 70 bytes per id, from torch's
     allocator), so a call that is cut short leaves nothing behind in the next one's way.
     """
     if deterministic is None:
@@ -82,4 +89,6 @@ def find_or_insert(
         insert(index, rows, missing)
         initialize_leaders(store, initializers, missing, state_values)
         settle(index, table_ranges, rows, missing)
-    return rows, Inserted(missing.counts, missing.positions, missing.outcomes, missing.victims)
+    return rows, Inserted(
+        missing.counts, missing.positions, missing.outcomes, missing.victim_ids, missing.victim_scores
+    )

@@ -38,11 +38,14 @@ def launch(
     if not isinstance(kernel, JITFunction):
         kernel[grid](*args, **constants, **options)
         return
-    words = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    words = []
     pointers = 0
-    for arg, word in zip(args, words):
-        if isinstance(arg, torch.Tensor):
+    for arg in args:
+        word = arg
+        if not isinstance(arg, int):
+            word = arg.data_ptr()
             pointers |= word
+        words.append(word)
     values = tuple(constants.values())
     key = (kernel, torch.cuda.current_device(), values, *options.values())
     compiled = _compiled.get(key) if pointers % _ALIGNMENT == 0 else None
@@ -86,9 +89,6 @@ def padded_tables(num_tables: int) -> int:
 
 
 def strides(index: Index) -> dict[str, int]:
-    """Return the strides of an index's arrays in elements: keys and scores may be interleaved, and rows and tags.
-
-    Interleaved, a touch writes into the 32 bytes that the look-up has read anyway.
-    """
-    assert index.keys.stride() == index.scores.stride() and index.rows.stride() == index.tags.stride()
-    return {"KEY_STRIDE": index.keys.stride(0), "ROW_STRIDE": index.rows.stride(0)}
+    """Return the strides of an index's arrays in elements."""
+    assert index.keys.stride(0) == 1 and index.rows.stride() == index.tags.stride()
+    return {"SCORE_STRIDE": index.scores.stride(0), "ROW_STRIDE": index.rows.stride(0)}

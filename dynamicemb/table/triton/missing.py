@@ -42,12 +42,14 @@ class Missing:
         counts: i32 ``[2]``, leaders and lists that are not empty, each minus 1.
         leader_ids: i64 ``[N]``, of which ``[L]`` count, like all that follow.
         leader_tables: i32 ``[N]``.
+        leader_buckets: i32 ``[N]``.
         positions: i32 ``[N]``, the leading occurrence.
         next: i32 ``[N]``, the leader pushed before on the same list, or -1.
         work: i32 ``[N]``, the lists that are not empty.
         leader_rows: i32 ``[N]``, the row the leader got, or -1.
         outcomes: i32 ``[N]``, FAILED_OUTCOME, INSERTED_OUTCOME or EVICTED_OUTCOME.
-        victims: i64 ``[2, N]``, id and score of who was evicted for the leader.
+        victim_ids: i64 ``[N]``, who was evicted for the leader.
+        victim_scores: i64 ``[N]``.
         amounts: i64, as ``claims``: occurrences or frequencies of the place's id, for LFU; else anything.
         ordered: leaders are the first occurrences of their ids and are placed in batch order.
     """
@@ -57,38 +59,42 @@ class Missing:
     counts: torch.Tensor
     leader_ids: torch.Tensor
     leader_tables: torch.Tensor
+    leader_buckets: torch.Tensor
     positions: torch.Tensor
     next: torch.Tensor
     work: torch.Tensor
     leader_rows: torch.Tensor
     outcomes: torch.Tensor
-    victims: torch.Tensor
+    victim_ids: torch.Tensor
+    victim_scores: torch.Tensor
     amounts: torch.Tensor
     ordered: bool
 
     @classmethod
     def create(cls, index: Index, num_ids: int, ordered: bool) -> "Missing":
-        """Allocate for ``num_ids`` occurrences; about 60 bytes each, freed after the call but for the outcome."""
+        """Allocate for ``num_ids`` occurrences; about 70 bytes each, freed after the call but for the outcome."""
         assert num_ids <= MAX_IDS
         device = index.keys.device
-        num_claims = power_of_two(2 * num_ids)
-        num_lists = min(num_claims, power_of_two(index.num_slots // index.bucket_capacity))
+        num_claims = max(4, power_of_two(2 * num_ids))
+        num_lists = max(4, min(num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
         fills = torch.full((num_claims + num_lists + 2,), -1, dtype=torch.int32, device=device)
         claims, heads, counts = fills.split([num_claims, num_lists, 2])
-        longs = torch.empty((3, num_ids), dtype=torch.int64, device=device)
-        ints = torch.empty((6, num_ids), dtype=torch.int32, device=device)
-        amounts = torch.zeros(num_claims, dtype=torch.int64, device=device) if index.accumulate else longs[0]
-        tables, positions, following, work, rows, outcomes = ints.unbind(0)
+        # All arrays begin at a multiple of 16 bytes, see ``launch``.
+        padded = (num_ids + 3) // 4 * 4
+        ids, victims, scores = torch.empty((3, padded), dtype=torch.int64, device=device).unbind(0)
+        ints = torch.empty((7, padded), dtype=torch.int32, device=device)
+        tables, buckets, positions, following, work, rows, outcomes = ints.unbind(0)
+        amounts = torch.zeros(num_claims, dtype=torch.int64, device=device) if index.accumulate else ids
         return cls(
-            claims, heads, counts, longs[2], tables, positions, following, work, rows, outcomes, longs[:2], amounts,
-            ordered,
+            claims, heads, counts, ids, tables, buckets, positions, following, work, rows, outcomes, victims, scores,
+            amounts, ordered,
         )  # fmt: skip
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """Return what ``_find_kernel`` takes."""
         return (
-            self.claims, self.heads, self.counts, self.leader_ids, self.leader_tables, self.positions, self.next,
-            self.work, self.amounts, self.claims.numel() - 1, self.heads.numel() - 1,
+            self.claims, self.heads, self.counts, self.leader_ids, self.leader_tables, self.leader_buckets,
+            self.positions, self.next, self.work, self.amounts, self.claims.numel() - 1, self.heads.numel() - 1,
         )  # fmt: skip
 
 
@@ -120,8 +126,9 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
     launch(_order_keys_kernel, grid, args, constants, num_warps=4)
     keys, positions = torch.sort(keys, stable=True)
     links = (
-        ids, table_ranges, keys, positions, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
-        missing.positions, missing.next, missing.work, num_ids, num_tables,
+        ids, table_ranges, index.bucket_offsets, keys, positions, missing.heads, missing.counts, missing.leader_ids,
+        missing.leader_tables, missing.leader_buckets, missing.positions, missing.next, missing.work, num_ids,
+        num_tables,
     )  # fmt: skip
     launch(_link_kernel, grid, links, {"LAST": _LAST_KEY, "BLOCK": block}, num_warps=4)
 
@@ -185,8 +192,8 @@ def claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_
 
 @triton.jit
 def push(
-    i, ids, table, bucket_list, leader, heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr, positions_ptr,
-    next_ptr, work_ptr,
+    i, ids, table, bucket, leader, lists_mask, heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr,
+    leader_buckets_ptr, positions_ptr, next_ptr, work_ptr,
 ):  # fmt: skip
     """Append the leading lanes to the leaders and push them on their lists; lists that begin here become work."""
     leading = leader.to(tl.int32)
@@ -195,15 +202,16 @@ def push(
         k = tl.atomic_add(counts_ptr, number, sem="relaxed") + tl.cumsum(leading, 0)
         tl.store(leader_ids_ptr + k, ids, mask=leader)
         tl.store(leader_tables_ptr + k, table, mask=leader)
+        tl.store(leader_buckets_ptr + k, bucket, mask=leader)
         tl.store(positions_ptr + k, i, mask=leader)
-        before = tl.atomic_xchg(heads_ptr + bucket_list, k, mask=leader, sem="relaxed")
+        before = tl.atomic_xchg(heads_ptr + (bucket & lists_mask), k, mask=leader, sem="relaxed")
         tl.store(next_ptr + k, before, mask=leader)
         begins = leader & (before == -1)
         beginning = begins.to(tl.int32)
         lists = tl.sum(beginning, 0)
         if lists > 0:
             w = tl.atomic_add(counts_ptr + 1, lists, sem="relaxed") + tl.cumsum(beginning, 0)
-            tl.store(work_ptr + w, bucket_list, mask=begins)
+            tl.store(work_ptr + w, bucket & lists_mask, mask=begins)
 
 
 @triton.jit(do_not_specialize=["lists_mask", "num_ids", "num_tables"])
@@ -239,12 +247,14 @@ def _order_keys_kernel(
 def _link_kernel(
     ids_ptr,
     table_ranges_ptr,
+    bucket_offsets_ptr,
     keys_ptr,
     order_ptr,
     heads_ptr,
     counts_ptr,
     leader_ids_ptr,
     leader_tables_ptr,
+    leader_buckets_ptr,
     positions_ptr,
     next_ptr,
     work_ptr,
@@ -262,8 +272,12 @@ def _link_kernel(
         table = tl.zeros([BLOCK], tl.int32)
         for t in range(1, num_tables):
             table += (position >= tl.load(table_ranges_ptr + t)).to(tl.int32)
-        tl.store(leader_ids_ptr + k, tl.load(ids_ptr + position, mask=leader, other=0), mask=leader)
+        ids = tl.load(ids_ptr + position, mask=leader, other=0)
+        first_bucket = tl.load(bucket_offsets_ptr + table)
+        bucket = first_bucket + bucket_of(mix(ids), tl.load(bucket_offsets_ptr + table + 1) - first_bucket)
+        tl.store(leader_ids_ptr + k, ids, mask=leader)
         tl.store(leader_tables_ptr + k, table, mask=leader)
+        tl.store(leader_buckets_ptr + k, bucket.to(tl.int32), mask=leader)
         tl.store(positions_ptr + k, position.to(tl.int32), mask=leader)
         following = tl.load(keys_ptr + k + 1, mask=leader & (k + 1 < num_ids), other=LAST)
         tl.store(next_ptr + k, tl.where(following == key, k + 1, -1), mask=leader)
