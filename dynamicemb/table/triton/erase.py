@@ -8,7 +8,7 @@ from dynamicemb.table.index import ERASED, OLDEST, Index
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.triton.find import find_slots
 from dynamicemb.table.triton.hashing import group_of, mix
-from dynamicemb.table.triton.launch import power_of_two, strides
+from dynamicemb.table.triton.launch import power_of_two
 
 _TILE = 512
 
@@ -57,7 +57,6 @@ def rebuild(index: Index, table: int) -> None:
         *old,
         kept.to(torch.uint8),
         BUCKET=index.bucket_capacity,
-        **strides(index),
         TILE=min(_TILE, power_of_two(index.bucket_capacity)),
         num_warps=1,
     )
@@ -81,8 +80,6 @@ def _rebuild_kernel(
     old_tags_ptr,
     kept_ptr,
     BUCKET: tl.constexpr,
-    SCORE_STRIDE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     base = tl.program_id(0).to(tl.int64) * BUCKET
@@ -106,7 +103,7 @@ def _rebuild_kernel(
             tl.debug_barrier()
             tl.store(keys_ptr + slot, key)
             tl.store(digests_ptr + slot, tl.load(old_digests_ptr + old))
-            tl.store(scores_ptr + slot * SCORE_STRIDE, tl.load(old_scores_ptr + old))
-            tl.store(rows_ptr + slot * ROW_STRIDE, tl.load(old_rows_ptr + old))
-            tl.store(tags_ptr + slot * ROW_STRIDE, tl.load(old_tags_ptr + old))
+            tl.store(scores_ptr + slot, tl.load(old_scores_ptr + old))
+            tl.store(rows_ptr + slot, tl.load(old_rows_ptr + old))
+            tl.store(tags_ptr + slot, tl.load(old_tags_ptr + old))
             tl.debug_barrier()

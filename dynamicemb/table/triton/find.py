@@ -15,8 +15,8 @@ from dynamicemb.table.triton.hashing import (
     mix,
     table_of,
 )
-from dynamicemb.table.triton.launch import launch, padded_tables, strides
-from dynamicemb.table.triton.missing import Missing, claim, push
+from dynamicemb.table.triton.launch import launch, padded_tables
+from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, note
 
 # One warp per program and 64 ids per program were fastest on an H200 (16 x 32 to 256 tried).
 _BLOCK = 64
@@ -55,7 +55,7 @@ def find_slots(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> t
 def find_and_list(
     index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None, missing: Missing
 ) -> torch.Tensor:
-    """Find and touch, and list what is missing: its entries hold ``-2 - place``, see ``Missing``."""
+    """Find and touch, and list the missing occurrences, whose rows are -1."""
     return _find(index, ids, table_ranges, True, frequencies, missing)
 
 
@@ -71,25 +71,23 @@ def _find(
     out = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     if ids.numel() == 0:
         return out
-    # Without a list the kernel does not read these.
-    lists = missing.arguments() if missing is not None else (out, out, out, ids, out, out, out, out, out, ids, 1, 1)
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
-        index.clock, index.counters, ids, table_ranges, out, ids if frequencies is None else frequencies, *lists,
-        ids.numel(), index.num_tables,
+        index.clock, index.counters, ids, table_ranges, out, ids if frequencies is None else frequencies,
+        ids if missing is None else missing.entries(), out if missing is None else missing.counts, ids.numel(),
+        index.num_tables,
     )  # fmt: skip
     constants = {
         "BUCKET": index.bucket_capacity,
-        **strides(index),
         "TOUCH": touch,
         "ACCUMULATE": index.accumulate,
         "HAS_FREQUENCIES": frequencies is not None,
         "SLOTS": slots,
         "LIST": missing is not None,
-        "ORDERED": missing is not None and missing.ordered,
         "STEP_INDEX": STEP,
         "HITS_COLUMN": HITS,
         "MISSES_COLUMN": MISSES,
+        "MISSING_COUNT": MISSING_COUNT,
         "NUM_COLUMNS": NUM_COUNTERS,
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": _BLOCK,
@@ -105,92 +103,51 @@ def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: 
     Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the
     walk wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
 
-    Most ids are in their start group. The others, and those that a full bucket does not hold, look at four groups at a
-    time; what lies behind an empty slot is never theirs, so seeing it does no harm.
+    The 16 digests of a group are two 64-bit words; keys are read only where a digest agrees.
     """
-    words_ptr = digests_ptr.to(tl.pointer_type(tl.uint64)) + base // 8
+    slot = tl.full(ids.shape, -1, tl.int64)
     pattern = digest.to(tl.uint64) * 0x0101010101010101
-    slot, pending = _look(keys_ptr + base, words_ptr, group, pattern, ids, pending)
-    slot = tl.where(slot >= 0, base + slot, -1)
-    walked = 1
+    words_ptr = digests_ptr.to(tl.pointer_type(tl.uint64))
+    walked = 0
     while (walked < NUM_GROUPS) & (tl.max(pending.to(tl.int32), 0) > 0):
-        further, pending = _look_further(
-            keys_ptr + base, words_ptr, group, pattern, ids, pending, walked, NUM_GROUPS, 4
-        )
-        slot = tl.where(further >= 0, base + further, slot)
-        walked += 4
+        first = base + group * 16
+        low = tl.load(words_ptr + first // 8, mask=pending, other=0)
+        high = tl.load(words_ptr + first // 8 + 1, mask=pending, other=0)
+        # Words that were not loaded are 0, which is no digest of an id.
+        low_marks = bytes_equal(low, pattern)
+        high_marks = bytes_equal(high, pattern)
+        while tl.max(((low_marks | high_marks) != 0).to(tl.int32), 0) > 0:
+            in_low = low_marks != 0
+            marks = tl.where(in_low, low_marks, high_marks)
+            place = first + lowest_byte(marks) + tl.where(in_low, 0, 8)
+            key = tl.load(keys_ptr + place, mask=marks != 0, other=0)
+            hit = (marks != 0) & (key == ids)
+            slot = tl.where(hit, place, slot)
+            rest = marks & (marks - 1)
+            low_marks = tl.where(in_low & (hit == 0), rest, 0)
+            high_marks = tl.where(hit, 0, tl.where(in_low, high_marks, rest))
+        has_empty = (bytes_equal(low, 0) | bytes_equal(high, 0)) != 0
+        pending = pending & (slot < 0) & (has_empty == 0)
+        group = tl.where(group + 1 < NUM_GROUPS, group + 1, 0)
+        walked += 1
     return slot
 
 
 @triton.jit
-def _look(keys_ptr, words_ptr, group, pattern, ids, pending):
-    """Look at one group of each lane's bucket; return the slot in the bucket or -1, and who has to look further.
-
-    The 16 digests of a group are two 64-bit words; keys are read only where a digest agrees.
-    """
-    slot = tl.full(ids.shape, -1, tl.int64)
-    low = tl.load(words_ptr + group * 2, mask=pending, other=0)
-    high = tl.load(words_ptr + group * 2 + 1, mask=pending, other=0)
-    # Words that were not loaded are 0, which is no digest of an id.
-    low_marks = bytes_equal(low, pattern)
-    high_marks = bytes_equal(high, pattern)
-    while tl.max(((low_marks | high_marks) != 0).to(tl.int32), 0) > 0:
-        in_low = low_marks != 0
-        marks = tl.where(in_low, low_marks, high_marks)
-        place = group * 16 + lowest_byte(marks) + tl.where(in_low, 0, 8)
-        key = tl.load(keys_ptr + place, mask=marks != 0, other=0)
-        hit = (marks != 0) & (key == ids)
-        slot = tl.where(hit, place, slot)
-        rest = marks & (marks - 1)
-        low_marks = tl.where(in_low & (hit == 0), rest, 0)
-        high_marks = tl.where(hit, 0, tl.where(in_low, high_marks, rest))
-    has_empty = (bytes_equal(low, 0) | bytes_equal(high, 0)) != 0
-    return slot, pending & (slot < 0) & (has_empty == 0)
-
-
-@triton.jit
-def _look_further(
-    keys_ptr, words_ptr, group, pattern, ids, pending, walked, NUM_GROUPS: tl.constexpr, SPAN: tl.constexpr
-):
-    """Look at ``SPAN`` groups at once, those ``walked`` and more groups after the first; else as ``_look``."""
-    NONE: tl.constexpr = SPAN * 16
-    slot = tl.full(ids.shape, -1, tl.int64)
-    word = tl.arange(0, SPAN * 2)
-    ahead = group[:, None] + walked + word[None, :] // 2
-    ahead = tl.where(ahead >= NUM_GROUPS, ahead - NUM_GROUPS, ahead)
-    looked = pending[:, None] & (walked + word // 2 < NUM_GROUPS)[None, :]
-    words = tl.load(words_ptr[:, None] + ahead * 2 + word[None, :] % 2, mask=looked, other=0)
-    marks = bytes_equal(words, pattern[:, None])
-    while tl.max(tl.max((marks != 0).to(tl.int32), 1), 0) > 0:
-        order = tl.where(marks != 0, word[None, :] * 8 + lowest_byte(marks).to(tl.int32), NONE)
-        first = tl.min(order, 1)
-        place = group + walked + first // 16
-        place = tl.where(place >= NUM_GROUPS, place - NUM_GROUPS, place) * 16 + first % 16
-        key = tl.load(keys_ptr + place, mask=first < NONE, other=0)
-        hit = (first < NONE) & (key == ids)
-        slot = tl.where(hit, place, slot)
-        marks = tl.where(order == first[:, None], marks & (marks - 1), marks)
-        marks = tl.where(hit[:, None], 0, marks)
-    has_empty = tl.max((looked & (bytes_equal(words, 0) != 0)).to(tl.int32), 1) > 0
-    return slot, pending & (slot < 0) & (has_empty == 0)
-
-
-@triton.jit
-def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr, SCORE_STRIDE: tl.constexpr,
-          ROW_STRIDE: tl.constexpr):  # fmt: skip
+def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr):
     """Tag the slots that were hit with the step, and give them the score or add the amount to theirs.
 
     Most occurrences come too late to change anything, and reading the tag is cheaper than writing it again.
     """
-    fresh = hit & (tl.load(tags_ptr + slot * ROW_STRIDE, mask=hit, other=0) != step)
-    tl.store(tags_ptr + slot * ROW_STRIDE, step, mask=fresh)
+    fresh = hit & (tl.load(tags_ptr + slot, mask=hit, other=0) != step)
+    tl.store(tags_ptr + slot, step, mask=fresh)
     if ACCUMULATE:
-        tl.atomic_add(scores_ptr + slot * SCORE_STRIDE, amount, mask=hit, sem="relaxed")
+        tl.atomic_add(scores_ptr + slot, amount, mask=hit, sem="relaxed")
     else:
-        tl.store(scores_ptr + slot * SCORE_STRIDE, score, mask=fresh)
+        tl.store(scores_ptr + slot, score, mask=fresh)
 
 
-@triton.jit(do_not_specialize=["claims_mask", "lists_mask", "num_ids", "num_tables"])
+@triton.jit(do_not_specialize=["num_ids", "num_tables"])
 def _find_kernel(
     keys_ptr,
     digests_ptr,
@@ -205,32 +162,20 @@ def _find_kernel(
     table_ranges_ptr,
     out_ptr,
     frequencies_ptr,
-    claims_ptr,
-    heads_ptr,
+    missing_ptr,
     counts_ptr,
-    leader_ids_ptr,
-    leader_tables_ptr,
-    leader_buckets_ptr,
-    positions_ptr,
-    next_ptr,
-    work_ptr,
-    amounts_ptr,
-    claims_mask,
-    lists_mask,
     num_ids,
     num_tables,
     BUCKET: tl.constexpr,
-    SCORE_STRIDE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
     TOUCH: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     SLOTS: tl.constexpr,
     LIST: tl.constexpr,
-    ORDERED: tl.constexpr,
     STEP_INDEX: tl.constexpr,
     HITS_COLUMN: tl.constexpr,
     MISSES_COLUMN: tl.constexpr,
+    MISSING_COUNT: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -251,24 +196,18 @@ def _find_kernel(
     if SLOTS:
         row = slot.to(tl.int32)
     else:
-        row = tl.load(rows_ptr + slot * ROW_STRIDE, mask=hit, other=-1)
+        row = tl.load(rows_ptr + slot, mask=hit, other=-1)
     amount = tl.full([BLOCK], 1, tl.int64)
     if HAS_FREQUENCIES & ACCUMULATE:
         amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
     if TOUCH:
         touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
-              tl.load(score_values_ptr + table), ACCUMULATE, SCORE_STRIDE, ROW_STRIDE)  # fmt: skip
+              tl.load(score_values_ptr + table), ACCUMULATE)  # fmt: skip
         count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
         if TOUCH:
             count_by_table(counters_ptr + MISSES_COLUMN, table, miss, NUM_COLUMNS)
         if LIST:
-            place, leader = claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED)
-            row = tl.where(miss, -2 - place, row)
-            if ACCUMULATE:
-                tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
-            if not ORDERED:
-                push(i, ids, table, bucket.to(tl.int32), leader, lists_mask, heads_ptr, counts_ptr, leader_ids_ptr,
-                     leader_tables_ptr, leader_buckets_ptr, positions_ptr, next_ptr, work_ptr)  # fmt: skip
+            note(i, table, miss, missing_ptr, counts_ptr + MISSING_COUNT)
     tl.store(out_ptr + i, row, mask=inside)

@@ -11,7 +11,7 @@ from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
-from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing, order, settle
+from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing, elect, order, settle
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def find_or_insert(
     missing = Missing.create(index, ids.numel(), deterministic)
     rows = find_and_list(index, ids, table_ranges, frequencies, missing)
     if ids.numel() > 0:
+        elect(index, ids, rows, table_ranges, frequencies, missing)
         if deterministic:
             order(index, ids, table_ranges, rows, missing)
         insert(index, rows, missing)

@@ -7,8 +7,6 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from dynamicemb.table.index import Index
-
 # Programs of one warp that one multiprocessor holds at once.
 _PROGRAMS_PER_PROCESSOR = 32
 # The interpreter runs programs one after another; two are enough to test that they share the work.
@@ -86,9 +84,3 @@ def power_of_two(n: int) -> int:
 def padded_tables(num_tables: int) -> int:
     """Return T rounded up to a power of two; at least 16, so that small groups share their compiled kernels."""
     return max(16, power_of_two(num_tables))
-
-
-def strides(index: Index) -> dict[str, int]:
-    """Return the strides of an index's arrays in elements."""
-    assert index.keys.stride(0) == 1 and index.rows.stride() == index.tags.stride()
-    return {"SCORE_STRIDE": index.scores.stride(0), "ROW_STRIDE": index.rows.stride(0)}

@@ -1,8 +1,9 @@
 """The missing ids of one lookup: one leader each, listed by bucket, so that every bucket has one owner.
 
-Three steps that need no host. ``claim``: the occurrences of a missing id agree on a place in a scratch hash table, and
-one of them leads. ``push``: leaders queue on the list of their bucket. ``settle``: the other occurrences read what
-became of their leader. A hot new id thus costs its bucket one entry, however often it occurs.
+Four steps that need no host. ``note``: ``find`` lists the missing occurrences. ``elect``: those of one id agree on a
+place in a scratch hash table, one of them leads, and the leaders queue on the list of their bucket (or ``order`` lists
+them, in batch order). ``settle``, after the insert: the others read what became of their leader. A hot new id thus
+costs its bucket one entry, however often it occurs.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import triton.language as tl
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
-from dynamicemb.table.triton.launch import launch, padded_tables, power_of_two
+from dynamicemb.table.triton.launch import launch, padded_tables, persistent_grid, power_of_two
 
 # A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
 MAX_IDS = 2**29 - 1
@@ -23,6 +24,11 @@ MAX_IDS = 2**29 - 1
 FAILED_OUTCOME = 0
 INSERTED_OUTCOME = 1
 EVICTED_OUTCOME = 2
+
+# Entries of ``Missing.counts``, each one less than the number.
+LEADER_COUNT = 0
+LIST_COUNT = 1
+MISSING_COUNT = 2
 
 # Sorts after every list.
 _LAST_KEY = 2**31 - 1
@@ -39,7 +45,7 @@ class Missing:
         claims: i32 ``[power of two >= 2N]``, an occurrence of the id that owns the place, or -1.
         heads: i32 ``[power of two]``, the last leader of each list, or -1. Bucket b is on list ``b % len(heads)``: with
             more buckets than places for lists, several buckets share one list and its owner.
-        counts: i32 ``[2]``, leaders and lists that are not empty, each minus 1.
+        counts: i32 ``[3]``: leaders, lists that are not empty, missing occurrences, each minus 1.
         leader_ids: i64 ``[N]``, of which ``[L]`` count, like all that follow.
         leader_tables: i32 ``[N]``.
         leader_buckets: i32 ``[N]``.
@@ -77,8 +83,8 @@ class Missing:
         device = index.keys.device
         num_claims = max(4, power_of_two(2 * num_ids))
         num_lists = max(4, min(num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
-        fills = torch.full((num_claims + num_lists + 2,), -1, dtype=torch.int32, device=device)
-        claims, heads, counts = fills.split([num_claims, num_lists, 2])
+        fills = torch.full((num_claims + num_lists + 3,), -1, dtype=torch.int32, device=device)
+        claims, heads, counts = fills.split([num_claims, num_lists, 3])
         # All arrays begin at a multiple of 16 bytes, see ``launch``.
         padded = (num_ids + 3) // 4 * 4
         ids, victims, scores = torch.empty((3, padded), dtype=torch.int64, device=device).unbind(0)
@@ -90,12 +96,45 @@ class Missing:
             amounts, ordered,
         )  # fmt: skip
 
-    def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """Return what ``_find_kernel`` takes."""
-        return (
-            self.claims, self.heads, self.counts, self.leader_ids, self.leader_tables, self.leader_buckets,
-            self.positions, self.next, self.work, self.amounts, self.claims.numel() - 1, self.heads.numel() - 1,
-        )  # fmt: skip
+    def entries(self) -> torch.Tensor:
+        """Return where the missing occurrences are noted, i64 ``[N]``: before there are victims, in their place."""
+        return self.victim_ids
+
+
+def elect(
+    index: Index, ids: torch.Tensor, rows: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None,
+    missing: Missing,
+) -> None:  # fmt: skip
+    """Give the occurrences of each missing id one place and one leader; list the leaders, unless ``missing.ordered``.
+
+    Args:
+        index: the group's index.
+        ids: i64 ``[N]``.
+        rows: i32 ``[N]``; the entries of missing occurrences become ``-2 - place``.
+        table_ranges: i64 ``[T+1]``.
+        frequencies: i64 ``[N]`` or None; only LFU reads it.
+        missing: the scratch memory, with the missing occurrences noted.
+
+    Host sync: none; the grid is persistent. Bytes moved per missing occurrence: 8 entry, 8 id, 4 place, 4 row; per
+    leader 28 for the lists.
+    """
+    block = 64
+    args = (
+        ids, table_ranges, index.bucket_offsets, ids if frequencies is None else frequencies, rows, missing.entries(),
+        missing.claims, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
+        missing.leader_buckets, missing.positions, missing.next, missing.work, missing.amounts,
+        missing.claims.numel() - 1, missing.heads.numel() - 1,
+    )  # fmt: skip
+    constants = {
+        "ACCUMULATE": index.accumulate,
+        "HAS_FREQUENCIES": frequencies is not None,
+        "ORDERED": missing.ordered,
+        "LEADERS": LEADER_COUNT,
+        "LISTS": LIST_COUNT,
+        "MISSING": MISSING_COUNT,
+        "BLOCK": block,
+    }
+    launch(_elect_kernel, persistent_grid(ids.device, triton.cdiv(ids.numel(), block)), args, constants, num_warps=1)
 
 
 def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
@@ -105,8 +144,8 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
         index: the group's index.
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``.
-        rows: i32 ``[N]`` from ``find_and_list``.
-        missing: its scratch memory; the lists are written.
+        rows: i32 ``[N]`` from ``elect``.
+        missing: the scratch memory; the lists are written.
 
     Example: ``ids = [9, 4, 9, 7]``, all missing, 4 in bucket 2, 7 and 9 in bucket 1: the keys are ``[1, 2, -, 1]``, the
     leaders in order are occurrences 0, 3, 1, and the lists are ``0 -> 1`` for bucket 1 and ``2`` for bucket 2.
@@ -161,57 +200,105 @@ def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing
 
 
 @triton.jit
-def claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED: tl.constexpr):
-    """Return the place of each missing lane's id in the scratch table, and whether the lane leads.
+def note(i, table, miss, missing_ptr, count_ptr):
+    """Append the missing lanes to the missing occurrences: position in the low 32 bits, table in the high ones."""
+    number = miss.to(tl.int32)
+    at = tl.atomic_add(count_ptr, tl.sum(number, 0), sem="relaxed") + tl.cumsum(number, 0)
+    tl.store(missing_ptr + at, (table.to(tl.int64) << 32) | i.to(tl.int64), mask=miss)
+
+
+@triton.jit
+def _claim(i, ids, h, table, pending, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED: tl.constexpr):
+    """Return the place of each pending lane's id in the scratch table, and whether the lane was first to take it.
 
     A place is won by compare-and-swap, or is found to hold another occurrence of the same id of the same table, or else
     the walk goes on; it ends because at most half of the places are taken. Ordered, a place ends up with the first
-    occurrence of its id, whoever won it, and no lane leads yet.
+    occurrence of its id, whoever won it.
     """
     start = tl.load(table_ranges_ptr + table)
     end = tl.load(table_ranges_ptr + table + 1)
     # The same id in many tables must not make one cluster.
     scrambled = (h + table.to(tl.uint64)) * 0x9E3779B97F4A7C15
     place = (scrambled >> 33).to(tl.int32) & claims_mask
-    pending = miss
-    leader = miss & (miss == 0)
+    leader = pending & (pending == 0)
     while tl.max(pending.to(tl.int32), 0) > 0:
         # atomic_cas takes no mask: lanes that are done expect a value that never stands there, so they only read.
         holder = tl.atomic_cas(claims_ptr + place, tl.where(pending, -1, -2), i, sem="relaxed")
+        won = pending & (holder == -1)
         ours = pending & (holder >= start) & (holder < end)
         ours = ours & (tl.load(ids_ptr + holder, mask=ours, other=0) == ids)
-        won = pending & (holder == -1)
         if ORDERED:
             tl.atomic_min(claims_ptr + place, i, mask=ours & (i < holder), sem="relaxed")
-        else:
-            leader = leader | won
+        leader = leader | won
         pending = pending & (won == 0) & (ours == 0)
         place = tl.where(pending, (place + 1) & claims_mask, place)
     return place, leader
 
 
-@triton.jit
-def push(
-    i, ids, table, bucket, leader, lists_mask, heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr,
-    leader_buckets_ptr, positions_ptr, next_ptr, work_ptr,
-):  # fmt: skip
-    """Append the leading lanes to the leaders and push them on their lists; lists that begin here become work."""
-    leading = leader.to(tl.int32)
-    number = tl.sum(leading, 0)
-    if number > 0:
-        k = tl.atomic_add(counts_ptr, number, sem="relaxed") + tl.cumsum(leading, 0)
-        tl.store(leader_ids_ptr + k, ids, mask=leader)
-        tl.store(leader_tables_ptr + k, table, mask=leader)
-        tl.store(leader_buckets_ptr + k, bucket, mask=leader)
-        tl.store(positions_ptr + k, i, mask=leader)
-        before = tl.atomic_xchg(heads_ptr + (bucket & lists_mask), k, mask=leader, sem="relaxed")
-        tl.store(next_ptr + k, before, mask=leader)
-        begins = leader & (before == -1)
-        beginning = begins.to(tl.int32)
-        lists = tl.sum(beginning, 0)
-        if lists > 0:
-            w = tl.atomic_add(counts_ptr + 1, lists, sem="relaxed") + tl.cumsum(beginning, 0)
-            tl.store(work_ptr + w, bucket & lists_mask, mask=begins)
+@triton.jit(do_not_specialize=["claims_mask", "lists_mask"])
+def _elect_kernel(
+    ids_ptr,
+    table_ranges_ptr,
+    bucket_offsets_ptr,
+    frequencies_ptr,
+    rows_ptr,
+    missing_ptr,
+    claims_ptr,
+    heads_ptr,
+    counts_ptr,
+    leader_ids_ptr,
+    leader_tables_ptr,
+    leader_buckets_ptr,
+    positions_ptr,
+    next_ptr,
+    work_ptr,
+    amounts_ptr,
+    claims_mask,
+    lists_mask,
+    ACCUMULATE: tl.constexpr,
+    HAS_FREQUENCIES: tl.constexpr,
+    ORDERED: tl.constexpr,
+    LEADERS: tl.constexpr,
+    LISTS: tl.constexpr,
+    MISSING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    num_missing = tl.load(counts_ptr + MISSING) + 1
+    begin = tl.program_id(0) * BLOCK
+    while begin < num_missing:
+        m = begin + tl.arange(0, BLOCK)
+        miss = m < num_missing
+        entry = tl.load(missing_ptr + m, mask=miss, other=0)
+        i = (entry & 0xFFFFFFFF).to(tl.int32)
+        table = (entry >> 32).to(tl.int32)
+        ids = tl.load(ids_ptr + i, mask=miss, other=0)
+        h = mix(ids)
+        place, leader = _claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED)
+        tl.store(rows_ptr + i, -2 - place, mask=miss)
+        if ACCUMULATE:
+            amount = tl.full([BLOCK], 1, tl.int64)
+            if HAS_FREQUENCIES:
+                amount = tl.load(frequencies_ptr + i, mask=miss, other=0)
+            tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
+        leading = leader.to(tl.int32)
+        number = tl.sum(leading, 0)
+        if (not ORDERED) & (number > 0):
+            first_bucket = tl.load(bucket_offsets_ptr + table)
+            num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
+            bucket = (first_bucket + bucket_of(h, num_buckets)).to(tl.int32)
+            k = tl.atomic_add(counts_ptr + LEADERS, number, sem="relaxed") + tl.cumsum(leading, 0)
+            tl.store(leader_ids_ptr + k, ids, mask=leader)
+            tl.store(leader_tables_ptr + k, table, mask=leader)
+            tl.store(leader_buckets_ptr + k, bucket, mask=leader)
+            tl.store(positions_ptr + k, i, mask=leader)
+            before = tl.atomic_xchg(heads_ptr + (bucket & lists_mask), k, mask=leader, sem="relaxed")
+            tl.store(next_ptr + k, before, mask=leader)
+            begins = (leader & (before == -1)).to(tl.int32)
+            lists = tl.sum(begins, 0)
+            if lists > 0:
+                w = tl.atomic_add(counts_ptr + LISTS, lists, sem="relaxed") + tl.cumsum(begins, 0)
+                tl.store(work_ptr + w, bucket & lists_mask, mask=begins > 0)
+        begin += tl.num_programs(0) * BLOCK
 
 
 @triton.jit(do_not_specialize=["lists_mask", "num_ids", "num_tables"])
