@@ -25,6 +25,7 @@ _AHEAD = 16
 
 
 @launcher("rows")
+@launcher("rows")
 def gather(
     store: RowStore,
     rows: torch.Tensor,

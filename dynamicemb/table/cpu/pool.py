@@ -78,6 +78,7 @@ def bag_position(bags, k, feature):
 
 
 @launcher("rows")
+@launcher("rows")
 def pool(
     store: RowStore,
     rows: torch.Tensor,
@@ -168,6 +169,7 @@ def _sum_bag(store, bags, sums, bag, missing_value):
                 values[d] += missing
 
 
+@launcher("rows")
 @launcher("rows")
 def pool_weights_grad(
     store: RowStore, rows: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout, grad: torch.Tensor
