@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dynamicemb.table.index import CLOCK_SIZE, UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, FeatureLayout
 from dynamicemb.table.rows import RowFormat, RowStore
 
@@ -13,11 +14,7 @@ CPU = torch.device("cpu")
 
 def table_bytes(store: RowStore, table: int) -> torch.Tensor:
     """View the rows of a table, u8 ``[rows, row_bytes]``."""
-    chunk = store.chunks[table]
-    size = int(store.row_bytes[table])
-    begin = -chunk.data_ptr() % 64
-    rows = (chunk.numel() - 64) // size
-    return chunk[begin : begin + rows * size].view(rows, size)
+    return store.chunks[table].view(-1, int(store.row_bytes[table]))
 
 
 def weights_of(store: RowStore, table: int) -> torch.Tensor:
@@ -102,6 +99,7 @@ def make_batch(
         table_features=torch.tensor([0, *features_per_table]).cumsum(0),
         batch_size=batch_size,
         pooling=pooling,
+        width=sum(dims),
     )
     rows = torch.empty(int(offsets[-1]), dtype=torch.int32)
     ranges = layout.table_ranges(offsets).tolist()
@@ -141,3 +139,10 @@ def row_gradients(
                 _, total = sums.get(row, (table, torch.zeros(store.formats[table].dim)))
                 sums[row] = (table, total + factors[i] * own)
     return sums
+
+
+def clock_at(updates: int) -> torch.Tensor:
+    """Return a clock at the given number of optimizer steps."""
+    clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64)
+    clock[UPDATES] = updates
+    return clock

@@ -9,10 +9,14 @@ from dynamicemb.table.cpu.rules import round_bf16, round_f16
 from dynamicemb.table.cpu.update import update
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM
 from dynamicemb.table.lookup import Lookup
-from tests.row_cases import make_batch, make_store, row_gradients, state_of, table_bytes, weights_of
+from tests.row_cases import clock_at, make_batch, make_store, row_gradients, state_of, table_bytes, weights_of
 
 KINDS = list(OptimizerKind)
 KEYS = torch.tensor([0x0123456789ABCDEF, -5, 7])
+
+
+def step_rows(store, spec, lookup, grad, step, keys=None):
+    update(store, spec, lookup, grad, clock_at(step), torch.tensor([spec.learning_rate]), keys)
 
 
 def num_state(kind: OptimizerKind, dim: int) -> int:
@@ -75,7 +79,7 @@ def test_c13_ten_steps_equal_a_plain_reference(kind, dims, pooling):
         for row, (t, g) in row_gradients(store, batch, grad, factors).items():
             r = row - store.first_rows[t]
             weights[t][r], states[t][r] = reference_step(spec_of(kind), weights[t][r], g, states[t][r], step)
-        update(store, spec_of(kind), lookup_of(batch, factors), grad, step)
+        step_rows(store, spec_of(kind), lookup_of(batch, factors), grad, step)
     for t in range(2):
         torch.testing.assert_close(weights_of(store, t).double(), weights[t], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(state_of(store, t).double(), states[t], rtol=1e-5, atol=1e-6)
@@ -89,8 +93,8 @@ def test_c13_half_weights_are_rounded_once(kind, dtype, dim):
     batch = make_batch(store, [2], 8, POOLING_SUM)
     weights_of(wide, 0).copy_(weights_of(store, 0))
     grad = grad_for(batch, store, dtype)
-    update(store, spec_of(kind), lookup_of(batch), grad, 1)
-    update(wide, spec_of(kind), lookup_of(batch), grad.float(), 1)
+    step_rows(store, spec_of(kind), lookup_of(batch), grad, 1)
+    step_rows(wide, spec_of(kind), lookup_of(batch), grad.float(), 1)
     assert torch.equal(weights_of(store, 0), weights_of(wide, 0).to(dtype))
     assert torch.equal(state_of(store, 0), state_of(wide, 0))
 
@@ -105,7 +109,7 @@ def test_c02_gradients_are_summed_in_the_order_of_occurrences(grad_dtype, poolin
     grad = grad_for(batch, store, grad_dtype)
     for row, (t, g) in row_gradients(store, batch, grad).items():
         expected[t][row - store.first_rows[t]] -= np.float32(0.1) * g
-    update(store, spec_of(OptimizerKind.SGD), lookup_of(batch), grad, 1)
+    step_rows(store, spec_of(OptimizerKind.SGD), lookup_of(batch), grad, 1)
     for t in range(2):
         assert torch.equal(weights_of(store, t), expected[t])
         assert not torch.equal(table_bytes(store, t), before[t])
@@ -122,7 +126,7 @@ def test_clipping_clamps_each_incoming_value_and_leaves_the_gradient_alone(pooli
     for row, (t, g) in row_gradients(store, batch, grad, clip=0.5).items():
         expected[t][row - store.first_rows[t]] -= np.float32(0.1) * g
     spec = spec_of(OptimizerKind.SGD, gradient_clipping=True, max_gradient=0.5)
-    update(store, spec, lookup_of(batch), grad, 1)
+    step_rows(store, spec, lookup_of(batch), grad, 1)
     assert torch.equal(grad, original)
     assert all(torch.equal(weights_of(store, t), expected[t]) for t in range(2))
 
@@ -137,9 +141,9 @@ def test_c18_non_finite_gradients_touch_only_their_rows(kind, clip):
     poisoned = int(batch.rows.max())
     hit = batch.rows == poisoned
     spec = spec_of(kind, gradient_clipping=clip)
-    update(other, spec, lookup_of(batch), grad, 1)
+    step_rows(other, spec, lookup_of(batch), grad, 1)
     grad[hit] = float("nan")
-    update(store, spec, lookup_of(batch), grad, 1)
+    step_rows(store, spec, lookup_of(batch), grad, 1)
     r = poisoned - store.first_rows[0]
     assert weights_of(store, 0)[r].isnan().all()
     table_bytes(store, 0)[r] = table_bytes(other, 0)[r]
@@ -151,14 +155,14 @@ def test_rows_of_no_occurrence_are_untouched(kind):
     store = store_for(kind, [5, 5])
     batch = make_batch(store, [1, 1], 6, POOLING_SUM)
     before = snapshot(store)
-    update(store, spec_of(kind), lookup_of(batch), grad_for(batch, store), 1)
+    step_rows(store, spec_of(kind), lookup_of(batch), grad_for(batch, store), 1)
     for t in range(2):
         touched = {int(r) - store.first_rows[t] for r in batch.rows if r >= 0}
         rest = [r for r in range(37) if r not in touched]
         assert torch.equal(table_bytes(store, t)[rest], before[t][rest])
     nothing = make_batch(store, [1, 1], 6, POOLING_SUM, missing=1.0)
     before = snapshot(store)
-    update(store, spec_of(kind), lookup_of(nothing), grad_for(nothing, store), 1)
+    step_rows(store, spec_of(kind), lookup_of(nothing), grad_for(nothing, store), 1)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(store)))
 
 
@@ -174,7 +178,7 @@ def test_results_do_not_depend_on_threads(kind, dtype, pooling):
         batch = make_batch(store, [2, 1], 1000, pooling)
         assert batch.rows.numel() > 4096
         torch.set_num_threads(num_threads)
-        update(store, spec_of(kind, stochastic_rounding=True), lookup_of(batch), grad_for(batch, store), 3, KEYS[:2])
+        step_rows(store, spec_of(kind, stochastic_rounding=True), lookup_of(batch), grad_for(batch, store), 3, KEYS[:2])
         results.append(snapshot(store))
     torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -193,7 +197,7 @@ def test_stochastic_rounding_is_unbiased_and_a_function_of_key_id_and_step(dtype
         # A quarter of the way from 1 down to the next value.
         grad = torch.full((batch.rows.numel(), 2048), 0.0)
         grad[batch.rows == batch.rows[0]] = torch.finfo(dtype).eps / 8 / int((batch.rows == batch.rows[0]).sum())
-        update(store, spec, lookup_of(batch), grad, step, torch.tensor([key]))
+        step_rows(store, spec, lookup_of(batch), grad, step, torch.tensor([key]))
         return weights_of(store, 0)[int(batch.rows[0])].float()
 
     one = train(5, 1)
@@ -209,7 +213,9 @@ def test_stochastic_rounding_needs_keys():
     store = store_for(OptimizerKind.SGD, [4], torch.bfloat16)
     batch = make_batch(store, [1], 5, POOLING_SUM, missing=0.0)
     with pytest.raises(ValueError, match="table_keys"):
-        update(store, spec_of(OptimizerKind.SGD, stochastic_rounding=True), lookup_of(batch), grad_for(batch, store), 1)
+        step_rows(
+            store, spec_of(OptimizerKind.SGD, stochastic_rounding=True), lookup_of(batch), grad_for(batch, store), 1
+        )
 
 
 @pytest.mark.parametrize("rounding, dtype, bits", [(round_bf16, torch.bfloat16, 16), (round_f16, torch.float16, 13)])

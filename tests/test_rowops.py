@@ -104,7 +104,7 @@ def test_pool_docstring_example():
     offsets = torch.tensor([0, 3, 3, 4])
     for pooling, first in ((POOLING_SUM, [12.0, 24.0]), (POOLING_MEAN, [4.0, 8.0])):
         layout = FeatureLayout(
-            torch.zeros(1, dtype=torch.int32), torch.tensor([0, 2]), torch.tensor([0, 1]), batch_size=3, pooling=pooling
+            torch.zeros(1, dtype=torch.int32), torch.tensor([0, 2]), torch.tensor([0, 1]), 3, pooling, 2
         )
         out = pool(store, rows, offsets, layout, None, torch.zeros(1), torch.float32)
         torch.testing.assert_close(out, torch.tensor([first, [0.0, 0.0], [10.0, 20.0]]))

@@ -78,6 +78,7 @@ class FeatureLayout:
         table_features: i64 ``[T+1]``, the first feature of a table.
         batch_size: B, bags per feature.
         pooling: POOLING_SUM, POOLING_MEAN or POOLING_NONE.
+        width: total_D, columns of the pooled output.
     """
 
     feature_tables: torch.Tensor
@@ -85,6 +86,7 @@ class FeatureLayout:
     table_features: torch.Tensor
     batch_size: int
     pooling: int
+    width: int
 
     def table_ranges(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return i64 ``[T+1]``: table ``t`` owns the occurrences ``ranges[t]..ranges[t+1]``."""

@@ -25,7 +25,6 @@ _AHEAD = 16
 
 
 @launcher("rows")
-@launcher("rows")
 def gather(
     store: RowStore,
     rows: torch.Tensor,

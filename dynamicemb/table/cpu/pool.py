@@ -57,7 +57,7 @@ def bags_view(
         layout.column_offsets.data_ptr(),
         offsets.numel() - 1,
         layout.batch_size,
-        int(layout.column_offsets[-1]),
+        layout.width,
         0 if per_sample_weights is None else per_sample_weights.data_ptr(),
         int(layout.pooling == POOLING_MEAN),
     )
@@ -77,7 +77,6 @@ def bag_position(bags, k, feature):
     return (k - feature * bags.batch_size) * bags.width + read_i64(bags.column_offsets, feature)
 
 
-@launcher("rows")
 @launcher("rows")
 def pool(
     store: RowStore,
@@ -169,7 +168,6 @@ def _sum_bag(store, bags, sums, bag, missing_value):
                 values[d] += missing
 
 
-@launcher("rows")
 @launcher("rows")
 def pool_weights_grad(
     store: RowStore, rows: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout, grad: torch.Tensor

@@ -29,6 +29,7 @@ from dynamicemb.table.cpu.vectors import (
     store_scaled,
     store_view,
 )
+from dynamicemb.table.index import UPDATES
 from dynamicemb.table.layout import POOLING_NONE
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
@@ -59,13 +60,13 @@ class GradientView(NamedTuple):
     clip: np.float32
 
 
-@launcher("grad")
 def update(
     store: RowStore,
     spec: OptimizerSpec,
     lookup: Lookup,
     grad: torch.Tensor,
-    iteration: int,
+    clock: torch.Tensor,
+    learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
     groups: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
@@ -80,7 +81,9 @@ def update(
         spec: the optimizer.
         lookup: occurrences of the forward.
         grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
-        iteration: number of this step, from 1: Adam's t and the step of stochastic rounding.
+        clock: i64 ``[CLOCK_SIZE]``; UPDATES is the number of this step, from 1: Adam's t and the step of stochastic
+            rounding.
+        learning_rate: f32 ``[1]``, used in place of the spec's.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
         groups: ``group_by_row(lookup.rows)`` if known.
 
@@ -88,21 +91,22 @@ def update(
     """
     groups = group_by_row(lookup.rows) if groups is None else groups
     if groups[0].numel():
-        _launch(lookup.rows, store, (spec, iteration, table_keys), lookup, grad, groups)
+        _launch(lookup.rows, store, (spec, clock, learning_rate, table_keys), lookup, grad, groups)
 
 
 @launcher("rows")
 def _launch(
     rows: torch.Tensor,
     store: RowStore,
-    step: tuple[OptimizerSpec, int, torch.Tensor | None],
+    step: tuple[OptimizerSpec, torch.Tensor, torch.Tensor, torch.Tensor | None],
     lookup: Lookup,
     grad: torch.Tensor,
     groups: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    spec, iteration, table_keys = step
+    spec, clock, learning_rate, table_keys = step
     order, starts = groups
     rows = rows.contiguous()
+    iteration = int(clock[UPDATES])
     stochastic = spec.stochastic_rounding and store.dtype != torch.float32
     if stochastic and table_keys is None:
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
@@ -133,7 +137,7 @@ def _launch(
         clip=np.float32(spec.max_gradient if spec.gradient_clipping else 0.0),
     )
     bags = bags_view(rows, offsets, lookup.layout, weights)
-    _update(store_view(store), rule_of(spec, iteration), gradient, bags, num_parts)
+    _update(store_view(store), rule_of(spec, float(learning_rate), iteration), gradient, bags, num_parts)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
@@ -219,7 +223,7 @@ def _table_of(table_ranges, i, guess):
 
 @njit(error_model="numpy")
 def _sum_gradients(gradient, begin, end, dim, sums):
-    """Return the address of the fp32 gradient of the row of ``order[begin:end]``: ``sums``, or a single one in place."""
+    """Return the address of the fp32 gradient of the row of ``order[begin:end]``: ``sums``, or the only one."""
     only = np.int64(read_i32(gradient.order, begin))
     plain = gradient.clip == 0 and gradient.dtype == F32
     if plain and end - begin == 1 and (gradient.positions == 0 or read_f32(gradient.scales, only) == 1):
