@@ -144,6 +144,19 @@ def add_scaled(out_address, address, n, dtype, scale):
 
 
 @njit(error_model="numpy")
+def add_four(out_address, addresses, n, scales):
+    """Add four scaled fp32 rows to ``n`` floats, in order: the same sum as ``add_scaled`` four times, one pass."""
+    out = f32_at(out_address, n)
+    a = f32_at(addresses[0], n)
+    b = f32_at(addresses[1], n)
+    c = f32_at(addresses[2], n)
+    e = f32_at(addresses[3], n)
+    s0, s1, s2, s3 = scales
+    for d in range(n):
+        out[d] = (((out[d] + s0 * a[d]) + s1 * b[d]) + s2 * c[d]) + s3 * e[d]
+
+
+@njit(error_model="numpy")
 def load(out_address, address, n, dtype):
     """Widen the ``n`` values at an address to floats."""
     out = f32_at(out_address, n)
