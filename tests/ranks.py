@@ -123,6 +123,7 @@ class RankPool:
     def _collect(self, pending: dict[Connection, int], world_size: int, deadline: float) -> list[Any]:
         results: list[Any] = [None] * world_size
         failures: list[tuple[int, str, BaseException | None]] = []
+        died = False
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -134,12 +135,13 @@ class RankPool:
                     verdict, payload = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     verdict, payload = "failed", pickle.dumps(("the process died", None))
+                    died = True
                 if verdict == "done":
                     results[rank] = pickle.loads(payload)
                 else:
                     failures.append((rank, *pickle.loads(payload)))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if pending:
+        if pending or died:
             self.close()
         elif failures:
             # Collectives may have gone out of step: the next job gets a new group.

@@ -47,7 +47,7 @@ def test_an_error_comes_back_with_its_traceback_and_the_pool_recovers() -> None:
         assert pool.run(2, sum_of_ranks, 0) == [1, 1]
         with pytest.raises(RankError, match="the process died"):
             pool.run(1, die)
-        pool.close()
+        assert not pool.workers
         with pytest.raises(TimeoutError, match="ranks \\[0\\] of 1"):
             pool.run(1, sleep, 30.0, time_limit_s=2.0)
         assert not pool.workers
