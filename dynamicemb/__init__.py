@@ -1,1 +1,66 @@
 """Dynamic embedding tables for TorchRec."""
+
+from typing import Any
+
+from dynamicemb import optimizer as _optimizer
+from dynamicemb.dynamicemb_config import (
+    BATCH_SIZE_PER_DUMP,
+    BUCKET_ALIGNMENT,
+    DEMB_TABLE_ALIGN_SIZE,
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbCheckMode,
+    DynamicEmbEvictStrategy,
+    DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    ScoreStrategy,
+    align_to_table_size,
+    data_type_to_dtype,
+    data_type_to_dyn_emb,
+    dyn_emb_to_torch,
+    get_sharded_table_capacity,
+    get_table_value_bytes,
+    string_to_evict_strategy,
+    torch_to_dyn_emb,
+)
+from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError, InsertFailedError, UnsupportedOptionError
+from dynamicemb.optimizer import OptimizerArgs
+from dynamicemb.types import AdmissionStrategy, Counter, DynamicEmbInitializerArgs, DynamicEmbInitializerMode
+
+__all__ = [
+    "BATCH_SIZE_PER_DUMP",
+    "BUCKET_ALIGNMENT",
+    "DEMB_TABLE_ALIGN_SIZE",
+    "MAX_BUCKET_CAPACITY",
+    "AdmissionStrategy",
+    "CheckpointCorruptError",
+    "Counter",
+    "DynamicEmbCheckMode",
+    "DynamicEmbError",
+    "DynamicEmbEvictStrategy",
+    "DynamicEmbInitializerArgs",
+    "DynamicEmbInitializerMode",
+    "DynamicEmbPoolingMode",
+    "DynamicEmbScoreStrategy",
+    "DynamicEmbTableOptions",
+    "EmbOptimType",
+    "InsertFailedError",
+    "OptimizerArgs",
+    "ScoreStrategy",
+    "UnsupportedOptionError",
+    "align_to_table_size",
+    "data_type_to_dtype",
+    "data_type_to_dyn_emb",
+    "dyn_emb_to_torch",
+    "get_sharded_table_capacity",
+    "get_table_value_bytes",
+    "string_to_evict_strategy",
+    "torch_to_dyn_emb",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Looking EmbOptimType up imports fbgemm_gpu, which takes seconds.
+    if name == "EmbOptimType":
+        return _optimizer.EmbOptimType
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,224 @@
+"""Element types, sizes of rows and capacities of tables.
+
+Nothing here imports torchrec: embedding configs and their ``DataType`` are read by attribute and by name.
+"""
+
+import enum
+import warnings
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+
+from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
+
+BUCKET_ALIGNMENT = 16
+DEMB_TABLE_ALIGN_SIZE = 16
+DEFAULT_BUCKET_CAPACITY = 128
+# As a bucket_capacity: one bucket holds the whole shard of a rank.
+MAX_BUCKET_CAPACITY = 2**63 - 1
+
+_STATE_ALIGNMENT = 4
+_ROW_ALIGNMENT = 16
+
+
+class DynamicEmbDataType(enum.Enum):
+    """Element types by the names of the reference implementation."""
+
+    Float32 = torch.float32
+    Float16 = torch.float16
+    BFloat16 = torch.bfloat16
+    Int64 = torch.int64
+    UInt64 = torch.uint64
+    Int32 = torch.int32
+    UInt32 = torch.uint32
+    Int8 = torch.int8
+    UInt8 = torch.uint8
+
+
+_DTYPE_OF_DATA_TYPE = {
+    "FP32": torch.float32,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
+}
+
+
+class EmbeddingConfig(Protocol):
+    """The attributes of TorchRec's embedding configs that capacity arithmetic reads."""
+
+    num_embeddings: int
+    embedding_dim: int
+    data_type: Any
+
+
+def data_type_to_dtype(data_type: Any) -> torch.dtype:
+    """Return the torch dtype of a TorchRec ``DataType``, or of its name such as ``"FP32"``.
+
+    Raises:
+        ValueError: the type has no torch dtype here.
+    """
+    name = data_type.value if isinstance(data_type, enum.Enum) else data_type
+    if not isinstance(name, str) or name not in _DTYPE_OF_DATA_TYPE:
+        raise ValueError(f"data_type {data_type!r} is not supported; use one of {', '.join(_DTYPE_OF_DATA_TYPE)}")
+    return _DTYPE_OF_DATA_TYPE[name]
+
+
+def data_type_to_dyn_emb(data_type: Any) -> DynamicEmbDataType:
+    """Return our element type of a TorchRec ``DataType``."""
+    return torch_to_dyn_emb(data_type_to_dtype(data_type))
+
+
+def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
+    """Return the torch dtype of an element type."""
+    if not isinstance(data_type, DynamicEmbDataType):
+        raise TypeError(f"data_type must be a DynamicEmbDataType, got {data_type!r}")
+    return data_type.value
+
+
+def torch_to_dyn_emb(dtype: torch.dtype) -> DynamicEmbDataType:
+    """Return the element type of a torch dtype.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return DynamicEmbDataType(dtype)
+    except ValueError:
+        known = ", ".join(str(member.value) for member in DynamicEmbDataType)
+        raise ValueError(f"dtype {dtype!r} is not supported; use one of {known}") from None
+
+
+def dtype_to_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of one element."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    return dtype.itemsize
+
+
+def check_bucket_capacity(bucket_capacity: int) -> None:
+    """Raise unless ``bucket_capacity`` is a positive multiple of 16 or MAX_BUCKET_CAPACITY."""
+    if not isinstance(bucket_capacity, Integral) or isinstance(bucket_capacity, bool):
+        raise TypeError(f"bucket_capacity must be an int, got {bucket_capacity!r}")
+    if bucket_capacity != MAX_BUCKET_CAPACITY and (bucket_capacity < 1 or bucket_capacity % BUCKET_ALIGNMENT):
+        raise ValueError(
+            f"bucket_capacity must be a positive multiple of {BUCKET_ALIGNMENT} or MAX_BUCKET_CAPACITY, "
+            f"got {bucket_capacity}; use for example {align_to_table_size(bucket_capacity)}"
+        )
+
+
+def align_to_table_size(n: int, alignment: int = DEMB_TABLE_ALIGN_SIZE) -> int:
+    """Round up to a multiple of ``alignment``, at least one."""
+    return max(-(-n // alignment), 1) * alignment
+
+
+def bucket_layout(num_rows: int, bucket_capacity: int) -> tuple[int, int]:
+    """Return ``(number of buckets, slots of a bucket)`` of a table that holds at least ``num_rows`` ids.
+
+    Args:
+        num_rows: rows on one rank.
+        bucket_capacity: slots of a bucket; MAX_BUCKET_CAPACITY asks for a single bucket.
+
+    Raises:
+        ValueError: ``bucket_capacity`` is not a positive multiple of 16.
+
+    Example:
+        ``bucket_layout(251, 128) == (2, 128)`` and ``bucket_layout(251, MAX_BUCKET_CAPACITY) == (1, 256)``.
+    """
+    check_bucket_capacity(bucket_capacity)
+    if bucket_capacity == MAX_BUCKET_CAPACITY:
+        return 1, align_to_table_size(num_rows, BUCKET_ALIGNMENT)
+    return align_to_table_size(num_rows, bucket_capacity) // bucket_capacity, bucket_capacity
+
+
+def _sharded_table_bucket_layout(
+    embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int
+) -> tuple[int, int]:
+    """Return the ``bucket_layout`` of one rank's share of a table.
+
+    Raises:
+        ValueError: ``world_size`` < 1, or a bad ``bucket_capacity``.
+    """
+    if world_size <= 0:
+        raise ValueError(f"world_size must be >= 1, got {world_size}")
+    return bucket_layout(-(-embedding_config.num_embeddings // world_size), bucket_capacity)
+
+
+def get_sharded_table_capacity(embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int) -> int:
+    """Return the slots that one rank has for its share of a table."""
+    num_buckets, bucket = _sharded_table_bucket_layout(embedding_config, world_size, bucket_capacity)
+    return num_buckets * bucket
+
+
+def state_offset_bytes(dtype: torch.dtype, dim: int) -> int:
+    """Return the bytes from the start of a row to its optimizer state: the weights, padded to 4."""
+    return align_to_table_size(dim * dtype.itemsize, _STATE_ALIGNMENT)
+
+
+def row_bytes(dtype: torch.dtype, dim: int, num_state: int) -> int:
+    """Return the bytes of a row as stored: weights padded to 4, fp32 optimizer state, padded to 16.
+
+    Args:
+        dtype: dtype of the weights.
+        dim: embedding dim D.
+        num_state: fp32 values of optimizer state.
+
+    Example:
+        ``row_bytes(torch.bfloat16, 3, 1) == 16``: 6 bytes of weights, 2 of padding, 4 of state, 4 of padding.
+    """
+    return align_to_table_size(state_offset_bytes(dtype, dim) + 4 * num_state, _ROW_ALIGNMENT)
+
+
+def get_table_value_bytes(
+    embedding_config: EmbeddingConfig,
+    optimizer_type: Any,
+    world_size: int,
+    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
+) -> int:
+    """Return the nominal bytes of a table's values on all ranks: element size x (D + state) x capacity.
+
+    This is the reference implementation's measure: state is as wide as weights, rows are not padded, and row-wise
+    Adagrad takes 16 bytes. ``get_table_row_bytes`` is what the rows take here; it is larger for fp16 and bf16 tables
+    with Adam or Adagrad (fp32 state), and where a row is not a multiple of 16 bytes (padding).
+    """
+    dim = embedding_config.embedding_dim
+    dtype = data_type_to_dtype(embedding_config.data_type)
+    if optimizer_kind(optimizer_type) is OptimizerKind.ROWWISE_ADAGRAD:
+        # The reference implementation reserves 16 bytes a row for the single value.
+        num_state = 16 // dtype.itemsize
+    else:
+        num_state = get_optimizer_state_dim(optimizer_type, dim, dtype)
+    capacity = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity)
+    return dtype.itemsize * (dim + num_state) * capacity * world_size
+
+
+def get_table_row_bytes(
+    embedding_config: EmbeddingConfig,
+    optimizer_type: Any,
+    world_size: int,
+    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
+) -> int:
+    """Return the bytes that a table's rows take on all ranks, without the index."""
+    dim = embedding_config.embedding_dim
+    dtype = data_type_to_dtype(embedding_config.data_type)
+    row = row_bytes(dtype, dim, get_optimizer_state_dim(optimizer_type, dim, dtype))
+    return row * get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
+
+
+def get_constraint_capacity(
+    memory_bytes: int, dtype: torch.dtype, dim: int, optimizer_type: Any, bucket_capacity: int
+) -> int:
+    """Return how many rows fit into ``memory_bytes``, in whole buckets and at least one (then with a warning)."""
+    check_bucket_capacity(bucket_capacity)
+    bucket = BUCKET_ALIGNMENT if bucket_capacity == MAX_BUCKET_CAPACITY else bucket_capacity
+    bucket_bytes = bucket * row_bytes(dtype, dim, get_optimizer_state_dim(optimizer_type, dim, dtype))
+    if memory_bytes < bucket_bytes:
+        warnings.warn(
+            f"{memory_bytes} bytes hold no bucket of {bucket} rows ({bucket_bytes} bytes); using one bucket",
+            UserWarning,
+            stacklevel=2,
+        )
+    return max(memory_bytes // bucket_bytes, 1) * bucket

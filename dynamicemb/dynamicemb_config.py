@@ -1,0 +1,359 @@
+"""Table options, and the documented import path of everything that sizes or ranks a table."""
+
+import enum
+import warnings
+from dataclasses import dataclass, field
+from math import sqrt
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from dynamicemb.capacity import (
+    BUCKET_ALIGNMENT,
+    DEFAULT_BUCKET_CAPACITY,
+    DEMB_TABLE_ALIGN_SIZE,
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbDataType,
+    EmbeddingConfig,
+    _sharded_table_bucket_layout,
+    align_to_table_size,
+    bucket_layout,
+    check_bucket_capacity,
+    data_type_to_dtype,
+    data_type_to_dyn_emb,
+    dtype_to_bytes,
+    dyn_emb_to_torch,
+    get_constraint_capacity,
+    get_sharded_table_capacity,
+    get_table_row_bytes,
+    get_table_value_bytes,
+    row_bytes,
+    state_offset_bytes,
+    torch_to_dyn_emb,
+)
+from dynamicemb.score_strategy import (
+    DYNAMICEMB_CSTM_SCORE_CHECK,
+    DynamicEmbEvictStrategy,
+    DynamicEmbScoreStrategy,
+    EvictStrategy,
+    ScoreStrategy,
+    get_evict_strategy,
+    get_eviction_score_strategy,
+    get_physical_score_order,
+    normalize_score_strategy,
+    score_dump_permutation,
+    score_load_permutation,
+    score_strategy_has_timestamp_column,
+    string_to_evict_strategy,
+    validate_score_strategy,
+    warning_for_cstm_score,
+)
+from dynamicemb.types import (
+    DEFAULT_LOWER,
+    DEFAULT_UPPER,
+    AdmissionStrategy,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+)
+
+__all__ = [
+    "BATCH_SIZE_PER_DUMP",
+    "BUCKET_ALIGNMENT",
+    "DEBUG_EMB_INITIALIZER_MOD",
+    "DEFAULT_BUCKET_CAPACITY",
+    "DEFAULT_INDEX_TYPE",
+    "DEMB_TABLE_ALIGN_SIZE",
+    "DYNAMICEMB_CSTM_SCORE_CHECK",
+    "MAX_BUCKET_CAPACITY",
+    "MAX_DIM",
+    "SUPPORTED_DIST_TYPES",
+    "WEIGHT_DTYPES",
+    "DynamicEmbCheckMode",
+    "DynamicEmbDataType",
+    "DynamicEmbEvictStrategy",
+    "DynamicEmbKernel",
+    "DynamicEmbPoolingMode",
+    "DynamicEmbScoreStrategy",
+    "DynamicEmbTableOptions",
+    "EmbeddingConfig",
+    "EvictStrategy",
+    "ScoreStrategy",
+    "_sharded_table_bucket_layout",
+    "align_to_table_size",
+    "bucket_layout",
+    "complete_initializer_args",
+    "data_type_to_dtype",
+    "data_type_to_dyn_emb",
+    "dtype_to_bytes",
+    "dyn_emb_to_torch",
+    "get_constraint_capacity",
+    "get_evict_strategy",
+    "get_eviction_score_strategy",
+    "get_physical_score_order",
+    "get_sharded_table_capacity",
+    "get_table_row_bytes",
+    "get_table_value_bytes",
+    "normalize_score_strategy",
+    "row_bytes",
+    "score_dump_permutation",
+    "score_load_permutation",
+    "score_strategy_has_timestamp_column",
+    "state_offset_bytes",
+    "string_to_evict_strategy",
+    "torch_to_dyn_emb",
+    "unsupported_options",
+    "validate_score_strategy",
+    "warning_for_cstm_score",
+]
+
+DEFAULT_INDEX_TYPE = torch.int64
+BATCH_SIZE_PER_DUMP = 65536
+DEBUG_EMB_INITIALIZER_MOD = 100_000
+MAX_DIM = 2048
+SUPPORTED_DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
+DynamicEmbKernel = "DynamicEmb"
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class DynamicEmbPoolingMode(enum.IntEnum):
+    """How the rows of a bag are combined."""
+
+    SUM = 0
+    MEAN = 1
+    NONE = 2
+
+
+class DynamicEmbCheckMode(enum.IntEnum):
+    """What happens when ids find no slot: raise, warn, or only count."""
+
+    ERROR = 0
+    WARNING = 1
+    IGNORE = 2
+
+
+def complete_initializer_args(
+    initializer_args: DynamicEmbInitializerArgs, *, embedding_config: EmbeddingConfig | None = None
+) -> DynamicEmbInitializerArgs:
+    """Fill the open bounds of a UNIFORM initializer; other modes are returned as they are.
+
+    Args:
+        initializer_args: not changed.
+        embedding_config: its ``num_embeddings`` N gives bounds of +-sqrt(1 / N); without it they are 0 and 1.
+
+    Returns:
+        A new object if a bound was filled, else the argument.
+    """
+    args = initializer_args
+    if args.mode is not DynamicEmbInitializerMode.UNIFORM or (args.lower is not None and args.upper is not None):
+        return args
+    lower, upper = DEFAULT_LOWER, DEFAULT_UPPER
+    if embedding_config is not None:
+        upper = sqrt(1.0 / embedding_config.num_embeddings)
+        lower = -upper
+    return DynamicEmbInitializerArgs(
+        mode=args.mode,
+        lower=lower if args.lower is None else args.lower,
+        upper=upper if args.upper is None else args.upper,
+    )
+
+
+def _constant_zero() -> DynamicEmbInitializerArgs:
+    return DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.CONSTANT, value=0.0)
+
+
+@dataclass(eq=False)
+class DynamicEmbTableOptions:
+    """Options of one dynamic table on one rank.
+
+    Tables whose ``get_grouped_key()`` are equal compare and hash equal; TorchRec puts them into one module.
+
+    Attributes:
+        embedding_dtype: float32, float16 or bfloat16; the planner sets it from the embedding config.
+        dim: embedding dim D, 1..2048; the planner sets it.
+        max_capacity: rows on this rank at most; the planner sets it.
+        evict_strategy: follows from ``score_strategy``; another value than the default or the implied one warns.
+        local_hbm_for_values: bytes of GPU memory for rows on this rank.
+        device_id: CUDA device of the table.
+        training: False: the table is only read.
+        initializer_args: first values of rows.
+        eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
+        caching: use GPU memory as a cache of host rows.
+        init_capacity: rows at the start; None: ``max_capacity``.
+        max_load_factor: share of used slots, in (0, 1], above which the table grows.
+        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order; None: not a dynamic table.
+        bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket.
+        safe_check_mode: what happens when ids find no slot.
+        global_hbm_for_values: bytes of GPU memory for rows on all ranks; the planner divides it.
+        external_storage: a class, called as ``external_storage(options, optimizer)``.
+        index_type: int64 (default) or uint64.
+        dist_type: which rank owns an id: "roundrobin", "hash_roundrobin" or "continuous".
+        admit_strategy: decides which new ids get a row.
+        admission_counter: counts the ids that have none.
+    """
+
+    embedding_dtype: torch.dtype | None = None
+    dim: int | None = None
+    max_capacity: int | None = None
+    evict_strategy: DynamicEmbEvictStrategy = DynamicEmbEvictStrategy.LRU
+    local_hbm_for_values: int = 0
+    device_id: int | None = None
+    training: bool = True
+    initializer_args: DynamicEmbInitializerArgs = field(default_factory=DynamicEmbInitializerArgs)
+    eval_initializer_args: DynamicEmbInitializerArgs = field(default_factory=_constant_zero)
+    caching: bool = False
+    init_capacity: int | None = None
+    max_load_factor: float = 0.5
+    score_strategy: ScoreStrategy | None = DynamicEmbScoreStrategy.TIMESTAMP
+    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY
+    safe_check_mode: DynamicEmbCheckMode = DynamicEmbCheckMode.IGNORE
+    global_hbm_for_values: int = 0
+    external_storage: type | None = None
+    index_type: torch.dtype | None = None
+    dist_type: str = "roundrobin"
+    admit_strategy: AdmissionStrategy | None = None
+    admission_counter: Any = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+        self._warn_about_evict_strategy()
+
+    def validate(self) -> None:
+        """Check every field and canonicalise ``score_strategy``; call it again after changing a field.
+
+        Raises:
+            TypeError: a field has the wrong type.
+            ValueError: a field is out of range, or two contradict each other.
+            NotImplementedError: a compound score strategy other than {TIMESTAMP, LFU}.
+        """
+        if self.score_strategy is not None:
+            self.score_strategy = normalize_score_strategy(self.score_strategy)
+        self._validate_types()
+        self._validate_sizes()
+        if self.eval_initializer_args.mode is not DynamicEmbInitializerMode.CONSTANT:
+            raise ValueError(
+                f"eval_initializer_args must have mode CONSTANT, got {self.eval_initializer_args.mode.name}; "
+                "evaluation does not insert, so a missing id has no row to draw"
+            )
+        if self.embedding_dtype is not None and self.embedding_dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"embedding_dtype must be float32, float16 or bfloat16, got {self.embedding_dtype}")
+        if self.index_type not in (None, torch.int64, torch.uint64):
+            raise ValueError(f"index_type must be int64 or uint64, got {self.index_type}; int32 ids need no option")
+        if self.dist_type not in SUPPORTED_DIST_TYPES:
+            raise ValueError(f"dist_type must be one of {', '.join(SUPPORTED_DIST_TYPES)}, got {self.dist_type!r}")
+
+    def _validate_types(self) -> None:
+        _check_type("evict_strategy", self.evict_strategy, DynamicEmbEvictStrategy)
+        _check_type("training", self.training, bool)
+        _check_type("caching", self.caching, bool)
+        _check_type("initializer_args", self.initializer_args, DynamicEmbInitializerArgs)
+        _check_type("eval_initializer_args", self.eval_initializer_args, DynamicEmbInitializerArgs)
+        _check_type("safe_check_mode", self.safe_check_mode, DynamicEmbCheckMode)
+        _check_type("dist_type", self.dist_type, str)
+        for name in ("embedding_dtype", "index_type"):
+            if getattr(self, name) is not None:
+                _check_type(name, getattr(self, name), torch.dtype)
+        if self.external_storage is not None and not callable(self.external_storage):
+            raise TypeError(f"external_storage must be a class, got {self.external_storage!r}")
+        if self.admit_strategy is not None:
+            _check_type("admit_strategy", self.admit_strategy, AdmissionStrategy)
+        self.initializer_args.validate()
+        self.eval_initializer_args.validate()
+
+    def _validate_sizes(self) -> None:
+        _check_int("dim", self.dim, 1, MAX_DIM, optional=True)
+        _check_int("max_capacity", self.max_capacity, 1, optional=True)
+        _check_int("init_capacity", self.init_capacity, 1, optional=True)
+        _check_int("local_hbm_for_values", self.local_hbm_for_values, 0)
+        _check_int("global_hbm_for_values", self.global_hbm_for_values, 0)
+        _check_int("device_id", self.device_id, 0, optional=True)
+        check_bucket_capacity(self.bucket_capacity)
+        if self.init_capacity is not None and self.max_capacity is not None and self.init_capacity > self.max_capacity:
+            raise ValueError(
+                f"init_capacity must be <= max_capacity, got {self.init_capacity} > {self.max_capacity}; "
+                "lower init_capacity or raise max_capacity"
+            )
+        if not isinstance(self.max_load_factor, Real) or isinstance(self.max_load_factor, bool):
+            raise TypeError(f"max_load_factor must be a number, got {self.max_load_factor!r}")
+        if not 0 < self.max_load_factor <= 1:
+            raise ValueError(f"max_load_factor must be in (0, 1], got {self.max_load_factor}")
+
+    def _warn_about_evict_strategy(self) -> None:
+        if self.score_strategy is None or self.evict_strategy is DynamicEmbEvictStrategy.LRU:
+            return
+        implied = get_evict_strategy(self.score_strategy)
+        if self.evict_strategy is not implied:
+            warnings.warn(
+                f"evict_strategy={self.evict_strategy.name} has no effect: score_strategy implies {implied.name}; "
+                "choose a score_strategy instead",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def get_grouped_key(self) -> dict[str, Any]:
+        """Return the fields in which tables of one module must agree."""
+        return {
+            "training": self.training,
+            "caching": self.caching,
+            "external_storage": self.external_storage,
+            "index_type": self.index_type,
+            "dist_type": self.dist_type,
+            "score_strategy": self.score_strategy,
+            "admit_strategy": self.admit_strategy,
+            # One index serves a module, and its buckets are equally large.
+            "bucket_capacity": self.bucket_capacity,
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DynamicEmbTableOptions):
+            return NotImplemented
+        return self.get_grouped_key() == other.get_grouped_key()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.get_grouped_key().items()))
+
+
+def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
+    """Return one message for each option that this version cannot honour; empty if it can honour all."""
+    messages = []
+    if options.caching:
+        messages.append("caching=True: rows do not move between memories yet; use caching=False")
+    if options.external_storage is not None:
+        messages.append(f"external_storage={options.external_storage!r}: not available yet; use None")
+    if options.admit_strategy is not None or options.admission_counter is not None:
+        messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
+    if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+        messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
+    if isinstance(options.score_strategy, tuple):
+        names = ", ".join(strategy.name for strategy in options.score_strategy)
+        messages.append(f"score_strategy=({names}): one score per id in this version; use LFU or TIMESTAMP")
+    if options.safe_check_mode is not DynamicEmbCheckMode.IGNORE:
+        messages.append(
+            f"safe_check_mode={options.safe_check_mode.name}: failed inserts are only counted; use IGNORE and stats()"
+        )
+    if options.init_capacity is not None and options.max_capacity is not None:
+        # A table has whole buckets, so capacities in the same bucket are the same size.
+        init_buckets, _ = bucket_layout(options.init_capacity, options.bucket_capacity)
+        max_buckets, _ = bucket_layout(options.max_capacity, options.bucket_capacity)
+        if init_buckets != max_buckets:
+            messages.append(
+                f"init_capacity={options.init_capacity} < max_capacity={options.max_capacity}: tables do not grow yet; "
+                "use init_capacity=None"
+            )
+    return messages
+
+
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} must be a {expected.__name__}, got {value!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int{' or None' if optional else ''}, got {value!r}")
+    value = int(value)
+    if value < low or (high is not None and value > high):
+        bound = f">= {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {bound}, got {value}")
