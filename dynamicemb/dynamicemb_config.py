@@ -190,6 +190,7 @@ class DynamicEmbTableOptions:
         dist_type: which rank owns an id: "roundrobin", "hash_roundrobin" or "continuous".
         admit_strategy: decides which new ids get a row.
         admission_counter: counts the ids that have none.
+        protect_steps: finished steps whose ids are still not evicted.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -213,6 +214,7 @@ class DynamicEmbTableOptions:
     dist_type: str = "roundrobin"
     admit_strategy: AdmissionStrategy | None = None
     admission_counter: Any = None
+    protect_steps: int = 0
 
     def __post_init__(self) -> None:
         self.validate()
@@ -267,6 +269,7 @@ class DynamicEmbTableOptions:
         _check_int("local_hbm_for_values", self.local_hbm_for_values, 0)
         _check_int("global_hbm_for_values", self.global_hbm_for_values, 0)
         _check_int("device_id", self.device_id, 0, optional=True)
+        _check_int("protect_steps", self.protect_steps, 0, 2**20)
         check_bucket_capacity(self.bucket_capacity)
         if self.init_capacity is not None and self.max_capacity is not None and self.init_capacity > self.max_capacity:
             raise ValueError(
@@ -300,8 +303,9 @@ class DynamicEmbTableOptions:
             "dist_type": self.dist_type,
             "score_strategy": self.score_strategy,
             "admit_strategy": self.admit_strategy,
-            # One index serves a module, and its buckets are equally large.
+            # One index serves a module: its buckets are equally large, its steps are the same.
             "bucket_capacity": self.bucket_capacity,
+            "protect_steps": self.protect_steps,
         }
 
     def __eq__(self, other: object) -> bool:

@@ -265,7 +265,7 @@ class OptimizerSpec:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         _check_non_negative("max_gradient", self.max_gradient)
         if self.max_gradient == 0:
-            raise ValueError("max_gradient must be > 0, got 0: it would clip every gradient away")
+            raise ValueError(f"max_gradient must be > 0, got {self.max_gradient}: it would clip every gradient away")
         for name in ("gradient_clipping", "stochastic_rounding"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")

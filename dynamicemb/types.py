@@ -130,7 +130,7 @@ def _check_float32(name: str, value: object) -> None:
 
 
 class CopyMode(enum.Enum):
-    """Which part of a row is copied: EMBEDDING ``[N, max_D]``, or VALUE ``[N, max_V]`` with states from column max_D."""
+    """Which part of rows is copied: EMBEDDING ``[N, max_D]`` or VALUE ``[N, max_V]``, whose states start at max_D."""
 
     EMBEDDING = "embedding"
     VALUE = "value"

@@ -10,6 +10,7 @@ Example: two tables of 48 and 16 rows give ``chunk_shift = 6``; table 0 owns row
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,11 +86,26 @@ class RowStore:
 
     def _allocate(self, rows: int, row_bytes: int) -> list[int]:
         """Allocate one table's rows and return the chunk bases that cover them."""
-        chunk = torch.empty(rows * row_bytes + _BASE_ALIGNMENT, dtype=torch.uint8, device=self.device)
+        chunk = _aligned(rows * row_bytes, self.device)
         self.chunks.append(chunk)
-        base = (chunk.data_ptr() + _BASE_ALIGNMENT - 1) // _BASE_ALIGNMENT * _BASE_ALIGNMENT
         step = row_bytes << self.chunk_shift
-        return [base + i * step for i in range(-(-rows >> self.chunk_shift))]
+        return [chunk.data_ptr() + i * step for i in range(-(-rows >> self.chunk_shift))]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["chunk_bases"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copies live elsewhere: allocate aligned memory anew and find every base again.
+        self.__dict__.update(state)
+        bases: list[int] = []
+        copies, self.chunks = self.chunks, []
+        for copy, row_format in zip(copies, self.formats, strict=True):
+            row_bytes = row_format.num_bytes(self.dtype)
+            bases += self._allocate(copy.numel() // row_bytes, row_bytes)
+            self.chunks[-1].copy_(copy)
+        self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
 
     @property
     def num_tables(self) -> int:
@@ -98,11 +114,18 @@ class RowStore:
 
     def num_bytes(self) -> int:
         """Return the bytes allocated for rows."""
-        return sum(chunk.numel() for chunk in self.chunks)
+        return sum(chunk.untyped_storage().nbytes() for chunk in self.chunks)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the small tensors that kernels read, in the order of the ops' ``store`` argument."""
         return [self.chunk_bases, self.dims, self.num_states, self.row_bytes, self.state_offsets]
+
+
+def _aligned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return u8 ``[num_bytes]`` that starts at a multiple of 64."""
+    raw = torch.empty(num_bytes + _BASE_ALIGNMENT, dtype=torch.uint8, device=device)
+    begin = -raw.data_ptr() % _BASE_ALIGNMENT
+    return raw[begin : begin + num_bytes]
 
 
 def _chunk_shift(capacities: list[int]) -> int:

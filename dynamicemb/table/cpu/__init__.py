@@ -1,1 +1,29 @@
 """Kernels in numba, for tables on the CPU."""
+
+from dynamicemb.table.cpu.advance import advance, rebase
+from dynamicemb.table.cpu.erase import erase, rebuild
+from dynamicemb.table.cpu.find import find
+from dynamicemb.table.cpu.gather import gather
+from dynamicemb.table.cpu.initialize import initialize
+from dynamicemb.table.cpu.insert import insert
+from dynamicemb.table.cpu.pool import pool, pool_weights_grad
+from dynamicemb.table.cpu.scan import scan
+from dynamicemb.table.cpu.transfer import read_rows, write_rows
+from dynamicemb.table.cpu.update import update
+
+__all__ = [
+    "advance",
+    "erase",
+    "find",
+    "gather",
+    "initialize",
+    "insert",
+    "pool",
+    "pool_weights_grad",
+    "read_rows",
+    "rebase",
+    "rebuild",
+    "scan",
+    "update",
+    "write_rows",
+]

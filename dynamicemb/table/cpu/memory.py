@@ -29,6 +29,43 @@ def _pointer_cast(dtype):
     return cast
 
 
+def _reader(numba_type, llvm_type):
+    @intrinsic
+    def read(typingctx, address, index):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], llvm_type.as_pointer())
+            return builder.load(builder.gep(pointer, [args[1]]))
+
+        return numba_type(types.int64, types.int64), codegen
+
+    return read
+
+
+# ``read_i64(address, i)`` is element ``i`` of the int64 array at an address, and so on.
+read_i64 = _reader(types.int64, ir.IntType(64))
+read_u64 = _reader(types.uint64, ir.IntType(64))
+read_i32 = _reader(types.int32, ir.IntType(32))
+read_u8 = _reader(types.uint8, ir.IntType(8))
+
+
+def _writer(numba_type, llvm_type):
+    @intrinsic
+    def write(typingctx, address, index, value):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], llvm_type.as_pointer())
+            builder.store(args[2], builder.gep(pointer, [args[1]]))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, numba_type), codegen
+
+    return write
+
+
+# ``write_i64(address, i, value)`` sets element ``i`` of the int64 array at an address.
+write_i64 = _writer(types.int64, ir.IntType(64))
+write_i32 = _writer(types.int32, ir.IntType(32))
+write_u8 = _writer(types.uint8, ir.IntType(8))
+
 _as_f32 = _pointer_cast(types.float32)
 _as_u16 = _pointer_cast(types.uint16)
 

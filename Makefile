@@ -1,0 +1,64 @@
+# The tasks of this project. `make` alone lists them.
+#
+#   PYTHON=python3.12   the interpreter that creates the environment (default: python3)
+#   VENV=folder         where the environment lives (default: .venv)
+#   VENV=none           create and install nothing: run everything with $(PYTHON) as it is. For images that come with
+#                       CUDA builds of torch, fbgemm_gpu and torchrec, or that have no network.
+#                       (VENV may also be set in the shell's environment.)
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# `make test` fails when fewer tests than this ran, so that a broken import or marker cannot pass for success.
+MIN_TESTS ?= 50
+
+ifeq ($(VENV),none)
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help setup demo test test-gpu check format bench docs
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '!seen[$$1]++ { printf "make %-9s %s\n", $$1, $$2 }'
+
+ifeq ($(VENV),none)
+setup: ## create the environment, install everything, print the versions
+	$(PY) tools/setup.py none
+else
+setup: $(READY) ## create the environment, install everything, print the versions
+
+$(READY): pyproject.toml tools/setup.py
+	$(PYTHON) tools/setup.py $(VENV)
+	@touch $@
+endif
+
+demo: $(READY) ## train the MovieLens example on two CPU processes
+	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 examples/movielens.py
+
+test: $(READY) ## run all tests that need no GPU
+	$(PY) -m pytest tests -m "not cuda" --min-tests=$(MIN_TESTS)
+
+test-gpu: $(READY) ## run the CUDA tests, one line per suite
+	$(PY) tools/test_gpu.py
+
+check: $(READY) ## lint, format, types, layers, sizes
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_layers.py tests/test_file_sizes.py
+
+format: $(READY) ## rewrite the sources the way `make check` wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(READY) ## run the benchmarks
+	$(PY) -m benchmarks
+
+docs: $(READY) ## check the links of README and docs/, run their Python examples
+	$(PY) tools/check_docs.py

@@ -1,0 +1,166 @@
+"""From table options to a group of tables; every option is honoured or refused here."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from dynamicemb.dynamicemb_config import (
+    DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    bucket_layout,
+    unsupported_options,
+)
+from dynamicemb.errors import UnsupportedOptionError
+from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.table.group import GroupOptions, TableGroup
+from dynamicemb.table.initializers import InitializerTable
+from dynamicemb.table.rows import RowFormat
+from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+
+_SCORES = {
+    DynamicEmbScoreStrategy.TIMESTAMP: SCORE_TIMESTAMP,
+    DynamicEmbScoreStrategy.STEP: SCORE_STEP,
+    DynamicEmbScoreStrategy.CUSTOMIZED: SCORE_CUSTOMIZED,
+    DynamicEmbScoreStrategy.LFU: SCORE_LFU,
+}
+
+
+@dataclass(frozen=True)
+class GroupFeatures:
+    """How features map to the tables of a group.
+
+    Attributes:
+        tables: the table of each feature, ``F`` ints.
+        first_features: first feature of each table and the end, ``T+1`` ints.
+        column_offsets: where each feature's columns start in pooled output and the end, ``F+1`` ints.
+    """
+
+    tables: list[int]
+    first_features: list[int]
+    column_offsets: list[int]
+
+
+def check_options(options: list[DynamicEmbTableOptions], names: list[str], pooling: DynamicEmbPoolingMode) -> None:
+    """Check that the tables are complete, supported, and agree where one group must.
+
+    Raises:
+        TypeError: something is not a ``DynamicEmbTableOptions``.
+        ValueError: an option is missing, or tables disagree.
+        UnsupportedOptionError: an option this version cannot honour.
+    """
+    if not options:
+        raise ValueError("table_options is empty; give one DynamicEmbTableOptions per table")
+    if len(names) != len(options) or len(set(names)) != len(names):
+        raise ValueError(f"table_names must be {len(options)} distinct names, got {names}")
+    for name, option in zip(names, options, strict=True):
+        if not isinstance(option, DynamicEmbTableOptions):
+            raise TypeError(f"table_options of {name!r} must be a DynamicEmbTableOptions, got {type(option).__name__}")
+        option.validate()
+        for field in ("dim", "max_capacity"):
+            if getattr(option, field) is None:
+                raise ValueError(f"{field} of table {name!r} is not set; give DynamicEmbTableOptions({field}=...)")
+        if option.score_strategy is None:
+            raise ValueError(f"score_strategy of table {name!r} is None: not a dynamic table; choose a strategy")
+        refused = unsupported_options(option)
+        if refused:
+            raise UnsupportedOptionError(f"table {name!r}: " + "; ".join(refused))
+    _check_agreement(options, names, pooling)
+
+
+def _check_agreement(
+    options: list[DynamicEmbTableOptions], names: list[str], pooling: DynamicEmbPoolingMode
+) -> None:
+    first = options[0]
+    for name, option in zip(names[1:], options[1:], strict=True):
+        mine, theirs = option.get_grouped_key(), first.get_grouped_key()
+        mine["embedding_dtype"], theirs["embedding_dtype"] = weights_dtype(option), weights_dtype(first)
+        different = [f"{key}={mine[key]!r} but {theirs[key]!r}" for key in theirs if mine[key] != theirs[key]]
+        if different:
+            raise ValueError(
+                f"tables {name!r} and {names[0]!r} differ in {', '.join(different)}; "
+                "tables of one module must agree there, give them to several modules"
+            )
+    dims = sorted({option.dim for option in options if option.dim is not None})
+    if pooling is DynamicEmbPoolingMode.NONE and len(dims) > 1:
+        raise ValueError(f"dim: tables looked up without pooling need one dim, got {dims}; use several modules")
+
+
+def weights_dtype(option: DynamicEmbTableOptions) -> torch.dtype:
+    """Return the dtype of a table's weights; float32 unless set."""
+    return option.embedding_dtype or torch.float32
+
+
+def check_features(feature_table_map: list[int] | None, num_tables: int, dims: list[int]) -> GroupFeatures:
+    """Check the map from features to tables.
+
+    Args:
+        feature_table_map: the table of each feature, not decreasing, naming every table; None is one feature a table.
+        num_tables: T.
+        dims: D of each table.
+
+    Raises:
+        TypeError: not a list of ints.
+        ValueError: decreasing, out of range, or a table without a feature.
+    """
+    if feature_table_map is None:
+        feature_table_map = list(range(num_tables))
+    tables = list(feature_table_map)
+    if any(not isinstance(t, int) or isinstance(t, bool) for t in tables):
+        raise TypeError(f"feature_table_map must be a list of ints, got {feature_table_map!r}")
+    if sorted(set(tables)) != list(range(num_tables)) or tables != sorted(tables):
+        raise ValueError(
+            f"feature_table_map must name every table 0..{num_tables - 1} in order, each for a run of features; "
+            f"got {tables}"
+        )
+    columns = [0]
+    for table in tables:
+        columns.append(columns[-1] + dims[table])
+    return GroupFeatures(tables, [tables.index(t) for t in range(num_tables)] + [len(tables)], columns)
+
+
+def build_group(
+    options: list[DynamicEmbTableOptions], names: list[str], optimizer: OptimizerSpec, seed: int, device: torch.device
+) -> TableGroup:
+    """Allocate the tables of a module; ``options`` must have been checked."""
+    first = options[0]
+    layouts = [bucket_layout(_set(o.max_capacity), o.bucket_capacity) for o in options]
+    buckets = {bucket for _, bucket in layouts}
+    if len(buckets) > 1:
+        raise ValueError(
+            f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots and a module "
+            "has buckets of one size; give the tables equal capacities or to several modules"
+        )
+    if device.type == "cpu" and any(o.local_hbm_for_values for o in options):
+        warnings.warn(
+            "local_hbm_for_values has no effect on the CPU: all rows are in host memory; set it to 0",
+            UserWarning,
+            stacklevel=4,
+        )
+    trained = first.training
+    return TableGroup(
+        names,
+        [num * bucket for num, bucket in layouts],
+        [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if trained else 0) for o in options],
+        InitializerTable.create([o.initializer_args for o in options], names, seed, device),
+        GroupOptions(
+            bucket_capacity=layouts[0][1],
+            dtype=weights_dtype(first),
+            strategy=_SCORES[_strategy(first)],
+            seed=seed,
+            state_value=optimizer.initial_accumulator_value,
+            protect_steps=first.protect_steps,
+        ),
+        device,
+    )
+
+
+def _strategy(option: DynamicEmbTableOptions) -> DynamicEmbScoreStrategy:
+    assert isinstance(option.score_strategy, DynamicEmbScoreStrategy)
+    return option.score_strategy
+
+
+def _set(value: int | None) -> int:
+    assert value is not None
+    return value

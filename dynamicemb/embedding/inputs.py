@@ -1,0 +1,147 @@
+"""Check and canonicalise what users pass to a lookup; nothing changes before everything is checked."""
+
+from dataclasses import dataclass
+
+import torch
+
+_ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
+_OFFSET_DTYPES = (torch.int64, torch.int32)
+_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# A frequency is a count of one batch; the bound keeps sums of scores far from the end of int64.
+_MAX_FREQUENCY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A checked batch.
+
+    Attributes:
+        ids: i64 ``[N]``, feature-major.
+        offsets: i64 ``[F*B+1]``.
+        batch_size: B.
+        per_sample_weights: f32 ``[N]`` pooling weights, or None.
+        frequencies: i64 ``[N]``, or None.
+    """
+
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    batch_size: int
+    per_sample_weights: torch.Tensor | None
+    frequencies: torch.Tensor | None
+
+
+def check_ids(ids: torch.Tensor, device: torch.device, name: str = "indices") -> torch.Tensor:
+    """Return ids as contiguous i64 ``[N]``; uint64 keeps its bit pattern.
+
+    Raises:
+        TypeError: not a tensor of int64, int32 or uint64.
+        ValueError: not one-dimensional, or on another device.
+    """
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(ids).__name__}; pass torch.tensor(ids)")
+    if ids.dtype not in _ID_DTYPES:
+        raise TypeError(f"{name} must be int64, int32 or uint64, got {ids.dtype}; convert with {name}.long()")
+    _check_shape(ids, device, name)
+    if ids.dtype == torch.uint64:
+        return ids.contiguous().view(torch.int64)
+    return ids.to(torch.int64).contiguous()
+
+
+def check_batch(
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    num_features: int,
+    device: torch.device,
+    per_sample_weights: torch.Tensor | None = None,
+    frequency_counters: torch.Tensor | None = None,
+) -> Batch:
+    """Check the arguments of a lookup.
+
+    Args:
+        indices: ``[N]`` ids, feature-major.
+        offsets: ``[F*B+1]`` bag boundaries.
+        num_features: F.
+        device: device of the tables.
+        per_sample_weights: floating ``[N]``.
+        frequency_counters: int64 ``[N]``, positive.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or, on the CPU, value.
+    """
+    ids = check_ids(indices, device)
+    offsets = _check_offsets(offsets, ids.numel(), num_features, device)
+    if per_sample_weights is not None:
+        per_sample_weights = _check_weights(per_sample_weights, ids.numel(), device)
+    if frequency_counters is not None:
+        frequency_counters = _check_frequencies(frequency_counters, ids.numel(), device)
+    batch_size = (offsets.numel() - 1) // num_features
+    return Batch(ids, offsets, batch_size, per_sample_weights, frequency_counters)
+
+
+def _check_shape(tensor: torch.Tensor, device: torch.device, name: str, size: int | None = None) -> None:
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}; use {name}.flatten()")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} but the tables are on {device}; use {name}.to({str(device)!r})")
+    if size is not None and tensor.numel() != size:
+        raise ValueError(f"{name} has {tensor.numel()} entries for {size} ids; give one per id")
+
+
+def _check_offsets(offsets: torch.Tensor, num_ids: int, num_features: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"offsets must be a tensor, got {type(offsets).__name__}; pass torch.tensor(offsets)")
+    if offsets.dtype not in _OFFSET_DTYPES:
+        raise TypeError(f"offsets must be int64 or int32, got {offsets.dtype}; convert with offsets.long()")
+    _check_shape(offsets, device, "offsets")
+    if offsets.numel() == 0 or (offsets.numel() - 1) % num_features:
+        raise ValueError(
+            f"offsets has {offsets.numel()} entries, but {num_features} features need F * B + 1: "
+            "one boundary per feature and sample, and the end"
+        )
+    offsets = offsets.to(torch.int64).contiguous()
+    if device.type == "cpu":
+        _check_offset_values(offsets, num_ids)
+    return offsets
+
+
+def _check_offset_values(offsets: torch.Tensor, num_ids: int) -> None:
+    values = offsets.numpy()
+    if values[0] != 0 or values[-1] != num_ids:
+        raise ValueError(
+            f"offsets must start at 0 and end at the number of ids, {num_ids}; got {values[0]} and {values[-1]}"
+        )
+    decreasing = (values[1:] < values[:-1]).nonzero()[0]
+    if decreasing.size:
+        k = int(decreasing[0])
+        raise ValueError(f"offsets must not decrease, got {values[k]} before {values[k + 1]} at position {k + 1}")
+
+
+def _check_weights(weights: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"per_sample_weights must be a tensor, got {type(weights).__name__}")
+    if weights.dtype not in _WEIGHT_DTYPES:
+        raise TypeError(
+            f"per_sample_weights must be floating pooling weights, got {weights.dtype}; "
+            "integer counts of how often an id occurred go into frequency_counters"
+        )
+    _check_shape(weights, device, "per_sample_weights", num_ids)
+    return weights
+
+
+def _check_frequencies(frequencies: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(frequencies, torch.Tensor):
+        raise TypeError(f"frequency_counters must be a tensor, got {type(frequencies).__name__}")
+    if frequencies.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"frequency_counters must be int64 or int32, got {frequencies.dtype}; "
+            "floating pooling weights go into per_sample_weights"
+        )
+    _check_shape(frequencies, device, "frequency_counters", num_ids)
+    frequencies = frequencies.to(torch.int64).contiguous()
+    if device.type == "cpu" and num_ids and not (frequencies.min() > 0 and frequencies.max() <= _MAX_FREQUENCY):
+        raise ValueError(
+            f"frequency_counters must be in 1..{_MAX_FREQUENCY}, got "
+            f"{int(frequencies.min())}..{int(frequencies.max())}; leave ids out that do not count"
+        )
+    return frequencies

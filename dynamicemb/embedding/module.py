@@ -1,0 +1,426 @@
+"""``BatchedDynamicEmbeddingTablesV2``: lookups with autograd and a fused optimizer over a group of dynamic tables."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
+from dynamicemb.embedding.construct import build_group, check_features, check_options, weights_dtype
+from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
+from dynamicemb.embedding.lookup import Lookup, LookupFunction
+from dynamicemb.errors import DynamicEmbError
+from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.layout import FeatureLayout
+from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_TIMESTAMP
+
+_OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class BatchedDynamicEmbeddingTablesV2(nn.Module):
+    """Dynamic embedding tables that are looked up and trained together.
+
+    The input of a lookup is ragged and feature-major. With F = 2 features and B = 2 samples::
+
+        #            sample 0   sample 1
+        # feature 0  [3, 5]     []
+        # feature 1  [7]        [3, 3]
+        indices = torch.tensor([3, 5, 7, 3, 3])
+        offsets = torch.tensor([0, 2, 2, 3, 5])
+
+    With pooling the output is ``[B, total_D]``, a feature's columns beside each other; without, ``[N, D]``. Backward
+    applies the optimizer to the rows that the forward read; no gradient leaves the module but that of
+    ``per_sample_weights``.
+
+    In training mode missing ids are inserted, evicting the lowest score of a full bucket; in eval mode nothing changes
+    and a missing id reads ``eval_initializer_args``. A training forward under ``torch.no_grad()`` inserts but does not
+    train.
+    """
+
+    def __init__(
+        self,
+        table_options: list[DynamicEmbTableOptions],
+        table_names: list[str] | None = None,
+        feature_table_map: list[int] | None = None,
+        use_index_dedup: bool = False,
+        prefetch_pipeline: bool = False,
+        pooling_mode: DynamicEmbPoolingMode = DynamicEmbPoolingMode.SUM,
+        output_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        enforce_hbm: bool = False,
+        bounds_check_mode: Any = None,
+        optimizer: Any = "sgd",
+        stochastic_rounding: bool = True,
+        gradient_clipping: bool = False,
+        max_gradient: float = 1.0,
+        max_norm: float = 0.0,
+        learning_rate: float = 0.01,
+        eps: float = 1e-8,
+        initial_accumulator_value: float = 0.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        weight_decay_mode: Any = 0,
+        eta: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        counter_based_regularization: Any = None,
+        cowclip_regularization: Any = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        """Allocate the tables.
+
+        Args:
+            table_options: one per table; ``dim`` and ``max_capacity`` must be set.
+            table_names: distinct names; the initial values of rows depend on them. None: ``table_0``, ``table_1``, ...
+            feature_table_map: the table of each feature, in order; None is one feature per table.
+            use_index_dedup: accepted for TorchRec; repeated ids need no preparation here.
+            prefetch_pipeline: must be False in this version.
+            pooling_mode: SUM, MEAN or NONE.
+            output_dtype: float32, float16 or bfloat16.
+            device: where the tables live; None is the CPU in this version.
+            enforce_hbm: has no effect without a cache and warns.
+            bounds_check_mode: has no effect, since every id is legal, and warns unless it is None.
+            optimizer: EXACT_SGD, SGD, ADAM, EXACT_ADAGRAD or EXACT_ROWWISE_ADAGRAD of ``EmbOptimType``.
+            stochastic_rounding: round fp16 and bf16 weights stochastically.
+            gradient_clipping: clamp each incoming gradient element to +-``max_gradient``.
+            max_gradient: bound of the clamp.
+            max_norm: no optimizer here reads it; warns unless at its default, as do ``momentum``, ``eta``,
+                ``weight_decay_mode``, ``counter_based_regularization`` and ``cowclip_regularization``.
+            learning_rate: step size.
+            eps: term in the denominator of Adam and Adagrad.
+            initial_accumulator_value: first value of optimizer state.
+            momentum: see ``max_norm``.
+            weight_decay: decoupled, Adam only.
+            weight_decay_mode: see ``max_norm``.
+            eta: see ``max_norm``.
+            beta1: Adam.
+            beta2: Adam.
+            counter_based_regularization: see ``max_norm``.
+            cowclip_regularization: see ``max_norm``.
+            seed: seed of the initial values; None is ``torch.initial_seed()``.
+
+        Raises:
+            TypeError: an argument of the wrong type, or an unknown one.
+            ValueError: a value out of range, or tables that cannot share a module.
+            UnsupportedOptionError: a legal option that this version cannot honour.
+        """
+        super().__init__()
+        names = table_names if table_names is not None else [f"table_{t}" for t in range(len(table_options))]
+        pooling_mode = DynamicEmbPoolingMode(pooling_mode)
+        check_options(table_options, list(names), pooling_mode)
+        _check_idle_arguments(prefetch_pipeline, enforce_hbm, bounds_check_mode)
+        if output_dtype not in _OUTPUT_DTYPES:
+            raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
+        self.optimizer_spec = OptimizerSpec.create(
+            optimizer,
+            stochastic_rounding=stochastic_rounding,
+            gradient_clipping=gradient_clipping,
+            max_gradient=max_gradient,
+            max_norm=max_norm,
+            learning_rate=learning_rate,
+            eps=eps,
+            initial_accumulator_value=initial_accumulator_value,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            weight_decay_mode=weight_decay_mode,
+            eta=eta,
+            beta1=beta1,
+            beta2=beta2,
+            counter_based_regularization=counter_based_regularization,
+            cowclip_regularization=cowclip_regularization,
+        )
+        self.table_options = table_options
+        self.pooling_mode = pooling_mode
+        self.output_dtype = output_dtype
+        self.embedding_dtype = weights_dtype(table_options[0])
+        self.index_type = table_options[0].index_type or torch.int64
+        self.dims = [int(option.dim or 0) for option in table_options]
+        self._features = check_features(feature_table_map, len(table_options), self.dims)
+        self.feature_num = len(self._features.tables)
+        self.max_D = max(self.dims)
+        self.total_D = self._features.column_offsets[-1]
+        device = torch.device(device if device is not None else "cpu")
+        self._group = build_group(
+            table_options, list(names), self.optimizer_spec, torch.initial_seed() if seed is None else seed, device
+        )
+        self._empty_tensor = nn.Parameter(torch.empty(0, device=device), requires_grad=True)
+        self._prepare_constants(device)
+
+    def _prepare_constants(self, device: torch.device) -> None:
+        """Put what every lookup reads on the device once."""
+        self._feature_tables = torch.tensor(self._features.tables, dtype=torch.int32, device=device)
+        self._column_offsets = torch.tensor(self._features.column_offsets, dtype=torch.int64, device=device)
+        self._table_features = torch.tensor(self._features.first_features, dtype=torch.int64, device=device)
+        values = [float(option.eval_initializer_args.value) for option in self.table_options]
+        self._eval_values = torch.tensor(values, dtype=torch.float32, device=device)
+        self._failed_values = torch.zeros_like(self._eval_values)
+
+    # What the group is
+
+    @property
+    def tables(self) -> TableGroup:
+        """The tables; kept under the name that users of the reference implementation know."""
+        return self._group
+
+    @property
+    def cache(self) -> None:
+        """None: one index serves all memories, there is no separate cache."""
+        return None
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables."""
+        return list(self._group.names)
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """The optimizer's settings."""
+        return self.optimizer_spec
+
+    @property
+    def feature_offsets(self) -> list[int]:
+        """First feature of every table, and the number of features, ``T+1``."""
+        return list(self._features.first_features)
+
+    def _table(self, name: str) -> int:
+        if name not in self._group.names:
+            raise ValueError(f"table_name {name!r} is unknown; this module has {', '.join(self._group.names)}")
+        return self._group.names.index(name)
+
+    # Lookup
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        feature_requires_grad: torch.Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        total_unique_indices: int | None = None,
+        *,
+        frequency_counters: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look ids up.
+
+        Args:
+            indices: int64, int32 or uint64 ``[N]``, feature-major; every value is a legal id.
+            offsets: int64 or int32 ``[F*B+1]``, bag boundaries.
+            per_sample_weights: floating ``[N]`` pooling weights with gradient, for SUM and MEAN.
+            feature_requires_grad: not supported; must be None.
+            batch_size_per_feature_per_rank: not supported; must be None.
+            total_unique_indices: not needed; must be None.
+            frequency_counters: int64 ``[N]``, how often each occurrence counts for an LFU score; None is once.
+
+        Returns:
+            ``[B, total_D]`` with pooling, ``[N, D]`` without, in ``output_dtype``. Empty bags are zero.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: a wrong shape, device or (on the CPU) offset.
+            DynamicEmbError: a CUSTOMIZED table without a score.
+        """
+        batch = check_batch(
+            indices, offsets, self.feature_num, self._group.device, per_sample_weights, frequency_counters
+        )
+        self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
+        layout = FeatureLayout(
+            self._feature_tables, self._column_offsets, self._table_features, batch.batch_size, int(self.pooling_mode)
+        )
+        if not self.training:
+            return self._evaluate(batch, layout)
+        return self._lookup_and_insert(batch, layout)
+
+    def _check_arguments(self, batch: Batch, *unsupported: Any) -> None:
+        names = ("feature_requires_grad", "batch_size_per_feature_per_rank", "total_unique_indices")
+        for name, value in zip(names, unsupported, strict=True):
+            if value is not None:
+                raise ValueError(f"{name} has no effect on dynamic tables and must be None")
+        if batch.per_sample_weights is not None and self.pooling_mode is DynamicEmbPoolingMode.NONE:
+            raise ValueError("per_sample_weights weigh the rows of a bag, but pooling_mode is NONE; use SUM or MEAN")
+        if batch.frequencies is not None and self._group.options.strategy != SCORE_LFU:
+            raise ValueError("frequency_counters has no effect: only score_strategy LFU counts; leave it out")
+        if not self.training:
+            return
+        for name, option in zip(self._group.names, self.table_options, strict=True):
+            if not option.training:
+                raise DynamicEmbError(
+                    f"table {name!r} was made with training=False and has no optimizer state; call module.eval()"
+                )
+        if self._group.options.strategy == SCORE_CUSTOMIZED and not bool((self._group.index.score_values > 0).all()):
+            raise DynamicEmbError("score_strategy CUSTOMIZED: call set_score({table: score}) before training")
+
+    def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
+        ranges = layout.table_ranges(batch.offsets)
+        rows = self._group.find(batch.ids, ranges)
+        lookup = Lookup(self._group, batch, layout, ranges, rows, self._eval_values, self.output_dtype)
+        with torch.no_grad():
+            return lookup.output()
+
+    def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
+        group = self._group
+        ranges = layout.table_ranges(batch.offsets)
+        step = group.begin_step()
+        rows, _ = group.find_or_insert(batch.ids, ranges, batch.frequencies)
+        lookup = Lookup(
+            group, batch, layout, ranges, rows, self._failed_values, self.output_dtype, self, step, group.epoch
+        )
+        output: torch.Tensor = LookupFunction.apply(self._empty_tensor, batch.per_sample_weights, lookup)
+        if not output.requires_grad:
+            step.finish()
+        return output
+
+    # Settings
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the following backward calls."""
+        self.optimizer_spec = self.optimizer_spec.with_learning_rate(learning_rate)
+
+    def set_score(self, scores: dict[str, int]) -> None:
+        """Set the score that the following training lookups leave, per table name (CUSTOMIZED).
+
+        Raises:
+            TypeError: a score that is not an int.
+            ValueError: an unknown table, a score outside 1..2^63-1, or another strategy.
+        """
+        if self._group.options.strategy != SCORE_CUSTOMIZED:
+            raise ValueError("set_score needs score_strategy CUSTOMIZED; the other strategies make their own scores")
+        for name, value in scores.items():
+            self._table(name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"score of table {name!r} must be an int, got {value!r}")
+            if not 0 < value <= MAX_SCORE:
+                raise ValueError(f"score of table {name!r} must be in 1..{MAX_SCORE}, got {value}")
+        for name, value in scores.items():
+            table = self._table(name)
+            before = self._group.get_score(table)
+            if value < before and warning_for_cstm_score():
+                warnings.warn(
+                    f"score of table {name!r} decreases from {before} to {value}: ids touched from now on are evicted "
+                    "before older ones; set DYNAMICEMB_CSTM_SCORE_CHECK=0 if that is intended",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            self._group.set_score(table, value)
+
+    def get_score(self) -> dict[str, int]:
+        """Return, per table, a threshold: ids touched from now on have at least this score.
+
+        TIMESTAMP: the present time in Unix nanoseconds. STEP: the number of the next training forward. CUSTOMIZED: the
+        score last set, 0 if none. LFU: 1.
+        """
+        group = self._group
+        if group.options.strategy == SCORE_TIMESTAMP:
+            now = group.now()
+            return dict.fromkeys(group.names, now)
+        return {name: group.get_score(t) for t, name in enumerate(group.names)}
+
+    # Contents
+
+    def insert(self, table_name: str, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Import rows, for example of a pretrained table; ids already there are overwritten.
+
+        Args:
+            table_name: which table.
+            ids: int64, int32 or uint64 ``[N]``; of repeated ids the last counts.
+            rows: floating ``[N, D]`` weights. Optimizer state of new ids starts at its initial value.
+
+        Returns:
+            bool ``[N]``: False where the id's bucket had no place for it.
+        """
+        table = self._table(table_name)
+        ids = check_ids(ids, self._group.device, "ids")
+        dim = self.dims[table]
+        if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+            raise TypeError(f"rows must be a floating tensor of shape ({ids.numel()}, {dim})")
+        if rows.shape != (ids.numel(), dim) or rows.device != self._group.device:
+            raise ValueError(
+                f"rows must have shape ({ids.numel()}, {dim}) on {self._group.device}, "
+                f"got {tuple(rows.shape)} on {rows.device}"
+            )
+        return self._group.assign(table, ids, rows.detach())
+
+    def contains(self, table_name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return bool ``[N]``: which ids a table holds; changes nothing."""
+        return self._group.contains(self._table(table_name), check_ids(ids, self._group.device, "ids"))
+
+    def erase(self, table_name: str, ids: torch.Tensor) -> int:
+        """Remove ids from a table; returns how many were there. An erased id that returns starts fresh."""
+        return self._group.erase(self._table(table_name), check_ids(ids, self._group.device, "ids"))
+
+    def export_keys_values(
+        self, table_name: str, device: torch.device | str, batch_size: int = 65536
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all ids and weights of a table.
+
+        Args:
+            table_name: which table.
+            device: where the result goes.
+            batch_size: rows copied at a time.
+
+        Returns:
+            ``(ids i64[M], weights f32[M, D])``, in slot order.
+        """
+        table = self._table(table_name)
+        slots = self._group.scan(table)
+        ids = self._group.index.keys[slots].to(device)
+        weights = torch.empty(slots.numel(), self.dims[table], device=device)
+        for begin in range(0, slots.numel(), batch_size):
+            rows = self._group.index.rows[slots[begin : begin + batch_size]]
+            weights[begin : begin + batch_size] = self._group.read(table, rows)[0].to(device)
+        return ids, weights
+
+    def flush(self) -> None:
+        """Write cached rows back: none are, rows have one place."""
+
+    def split_embedding_weights(self) -> list[torch.Tensor]:
+        """Return one empty ``(1, 1)`` placeholder per table, where TorchRec expects weights."""
+        return [torch.empty(1, 1, device=self._group.device) for _ in self.dims]
+
+    # Reports
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed, erased
+        and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
+        """
+        return self._group.stats()
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes allocated for ``rows`` and ``index``."""
+        return self._group.memory_usage()
+
+    def extra_repr(self) -> str:
+        """One line about the tables."""
+        tables = ", ".join(
+            f"{name}: {capacity}x{dim}"
+            for name, capacity, dim in zip(self._group.names, self._group.capacities, self.dims, strict=True)
+        )
+        return f"{tables}, {self.optimizer_spec.name}, {self.pooling_mode.name}, device={self._group.device}"
+
+    # Module protocol
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        probe = fn(self._empty_tensor.detach())
+        if probe.device != self._empty_tensor.device or probe.dtype != self._empty_tensor.dtype:
+            raise DynamicEmbError(
+                f"dynamic tables stay on {self._group.device} in their dtype {self.embedding_dtype}; "
+                "construct the module with device= and DynamicEmbTableOptions(embedding_dtype=) instead of moving it"
+            )
+        return super()._apply(fn, recurse)
+
+
+def _check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:
+    """Refuse or warn about arguments that would have no effect."""
+    if prefetch_pipeline:
+        raise ValueError("prefetch_pipeline=True is not available in this version; use False")
+    if enforce_hbm:
+        warnings.warn("enforce_hbm has no effect: rows are not cached; leave it False", UserWarning, stacklevel=3)
+    if bounds_check_mode is not None:
+        warnings.warn(
+            "bounds_check_mode has no effect: every id is legal and offsets are always checked; leave it None",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,120 @@
+"""Look ids up; touch what is found."""
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, lowest_byte, mix
+from dynamicemb.table.cpu.memory import atomic_add_i64, prefetch, read_i32, read_i64, read_u64, write_i32, write_i64
+from dynamicemb.table.cpu.probe import index_view, probe
+from dynamicemb.table.cpu.threads import num_parts
+from dynamicemb.table.index import HITS, MISSES, Index
+
+# Ids whose cache misses overlap: each phase of the kernel runs over a block and asks for what the next phase reads.
+_BLOCK = 32
+
+
+def find(
+    index: Index,
+    ids: torch.Tensor,
+    table_ranges: torch.Tensor,
+    touch: bool,
+    frequencies: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the row of every id, and touch what is found.
+
+    A touch sets the slot's tag to the current step and its score to the table's score value, or adds the occurrence's
+    frequency to it (LFU).
+
+    Args:
+        index: the group's index.
+        ids: i64 ``[N]``, the occurrences of one table after those of another.
+        table_ranges: i64 ``[T+1]``, the occurrences of each table.
+        touch: whether scores, tags and the hit and miss counters change.
+        frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only LFU reads it.
+
+    Returns:
+        i32 ``[N]`` row ids, -1 where the id is not in its table.
+
+    Concurrency: lanes write scores and tags of the same slot with the same value, or add atomically.
+    """
+    num_ids = ids.numel()
+    rows = torch.empty(num_ids, dtype=torch.int32)
+    if num_ids == 0:
+        return rows
+    parts = num_parts(num_ids, 1024)
+    counts = np.zeros((parts, index.num_tables), np.int64)
+    scratch = np.empty((parts, 3, _BLOCK), np.int64)
+    batch = (ids.data_ptr(), table_ranges.data_ptr(), rows.data_ptr(), 0 if frequencies is None else frequencies.data_ptr())
+    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch)
+    if touch:
+        hits = counts.sum(0)
+        counters = index.counters.numpy()
+        counters[:, HITS] += hits
+        counters[:, MISSES] += np.diff(table_ranges.numpy()) - hits
+    return rows
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _find_kernel(view, batch, num_ids, touch, counts, scratch):
+    parts = counts.shape[0]
+    _, table_ranges, _, _ = batch
+    for part in prange(parts):
+        begin = num_ids * part // parts
+        end = num_ids * (part + 1) // parts
+        places = scratch[part].ctypes.data
+        for t in range(view.num_tables):
+            lo = max(begin, read_i64(table_ranges, t))
+            hi = min(end, read_i64(table_ranges, t + 1))
+            hits = 0
+            for block in range(lo, hi, _BLOCK):
+                hits += _find_block(view, batch, t, block, min(hi - block, _BLOCK), touch, places)
+            counts[part, t] = hits
+
+
+@njit
+def _find_block(view, batch, t, begin, size, touch, places):
+    """Look up ``size`` occurrences of table ``t`` from ``begin`` on; returns the number of hits."""
+    ids, _, out, frequencies = batch
+    bases, groups, digests = places, places + _BLOCK * 8, places + _BLOCK * 16
+    first_bucket = read_i64(view.bucket_offsets, t)
+    num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
+    for j in range(size):
+        h = mix(read_i64(ids, begin + j))
+        base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
+        group = group_of(h, view.bucket_capacity // 16)
+        write_i64(bases, j, base)
+        write_i64(groups, j, group)
+        write_i64(digests, j, digest_of(h))
+        prefetch(view.digests + base + group * 16)
+    for j in range(size):
+        first = read_i64(bases, j) + read_i64(groups, j) * 16
+        low = bytes_equal(read_u64(view.digests + first, 0), read_i64(digests, j))
+        high = bytes_equal(read_u64(view.digests + first, 1), read_i64(digests, j))
+        if low != 0 or high != 0:
+            _prefetch_slot(view, first + (lowest_byte(low) if low != 0 else 8 + lowest_byte(high)), touch)
+    hits = 0
+    for j in range(size):
+        i = begin + j
+        slot = probe(view, read_i64(bases, j), read_i64(groups, j), read_i64(digests, j), read_i64(ids, i))
+        if slot < 0:
+            write_i32(out, i, -1)
+            continue
+        write_i32(out, i, read_i32(view.rows, slot))
+        hits += 1
+        if touch:
+            write_i32(view.tags, slot, view.step)
+            if view.accumulate:
+                atomic_add_i64(view.scores + slot * 8, read_i64(frequencies, i) if frequencies != 0 else 1)
+            else:
+                write_i64(view.scores, slot, read_i64(view.score_values, t))
+    return hits
+
+
+@njit
+def _prefetch_slot(view, slot, touch):
+    prefetch(view.keys + slot * 8)
+    prefetch(view.rows + slot * 4)
+    if touch:
+        prefetch(view.scores + slot * 8)
+        prefetch(view.tags + slot * 4)

@@ -1,0 +1,176 @@
+"""Insert missing ids: every bucket has one owner, which places all of the batch's missing ids of that bucket."""
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, mix
+from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
+from dynamicemb.table.cpu.probe import index_view, next_group, probe
+from dynamicemb.table.cpu.threads import num_threads
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, Index
+from dynamicemb.table.results import InsertResult
+
+# What happened to a missing occurrence.
+_PLACED_BEFORE = 0
+_INSERTED = 1
+_EVICTED = 2
+_FAILED = 3
+
+
+def insert(
+    index: Index,
+    ids: torch.Tensor,
+    table_ranges: torch.Tensor,
+    rows: torch.Tensor,
+    frequencies: torch.Tensor | None = None,
+) -> InsertResult:
+    """Place every id whose row is -1, evicting the lowest score of a full bucket.
+
+    An id takes the first free slot in its probe order (empty, or erased and not protected), else the slot with the
+    lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the id),
+    else it fails. Within a bucket, occurrences are placed in batch order.
+
+    Args:
+        index: the group's index.
+        ids: i64 ``[N]``.
+        table_ranges: i64 ``[T+1]``, the occurrences of each table.
+        rows: i32 ``[N]`` from ``find``; -1 entries are replaced by the row of the placed id, or stay -1 if it failed.
+        frequencies: i64 ``[N]``, how often each occurrence counts (LFU); None is once.
+
+    Returns:
+        Which occurrences got a new row, and which ids were evicted for them.
+
+    Example: bucket of 16 slots, full, lowest score 3 held by id 7 in row 40. ``ids = [9, 9]``, ``rows = [-1, -1]``: rows
+    become ``[40, 40]``, occurrence 0 is new, and ``(id 7, score 3)`` is evicted.
+
+    Concurrency: buckets are dealt to parts, a part walks its occurrences alone; the result does not depend on their number.
+    """
+    missing = np.flatnonzero(rows.numpy() < 0)
+    outcome = np.zeros(missing.size, np.uint8)
+    victims = np.zeros((2, missing.size), np.int64)
+    if missing.size:
+        parts = num_threads() if missing.size >= 512 else 1
+        counts = np.zeros((parts, index.num_tables, 4), np.int64)
+        batch = (
+            ids.data_ptr(),
+            table_ranges.data_ptr(),
+            rows.data_ptr(),
+            0 if frequencies is None else frequencies.data_ptr(),
+        )
+        _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
+        counted = counts.sum(0)
+        counters = index.counters.numpy()
+        counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
+        counters[:, EVICTED] += counted[:, _EVICTED]
+        counters[:, FAILED] += counted[:, _FAILED]
+    new = (outcome == _INSERTED) | (outcome == _EVICTED)
+    evicted = outcome == _EVICTED
+    return InsertResult(
+        new=torch.from_numpy(missing[new]),
+        evicted=torch.from_numpy(missing[evicted]),
+        evicted_ids=torch.from_numpy(victims[0, evicted]),
+        evicted_scores=torch.from_numpy(victims[1, evicted]),
+    )
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _insert_kernel(view, batch, missing, outcome, victims, counts):
+    ids, table_ranges, _, _ = batch
+    parts = counts.shape[0]
+    num_missing = missing.size
+    total = read_i64(view.bucket_offsets, view.num_tables)
+    table_of = np.empty(num_missing, np.int32)
+    owner = np.empty(num_missing, np.int32)
+    t = 0
+    for m in range(num_missing):
+        while missing[m] >= read_i64(table_ranges, t + 1):
+            t += 1
+        table_of[m] = t
+        first = read_i64(view.bucket_offsets, t)
+        num_buckets = read_i64(view.bucket_offsets, t + 1) - first
+        owner[m] = (first + bucket_of(mix(read_i64(ids, missing[m])), num_buckets)) * parts // total
+    for part in prange(parts):
+        for m in range(num_missing):
+            if owner[m] == part:
+                kind = _place(view, batch, missing[m], table_of[m], victims[:, m])
+                outcome[m] = kind
+                counts[part, table_of[m], kind] += 1
+
+
+@njit
+def _place(view, batch, i, t, victim):
+    """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened."""
+    ids, _, out, frequencies = batch
+    key = read_i64(ids, i)
+    h = mix(key)
+    first_bucket = read_i64(view.bucket_offsets, t)
+    num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
+    base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
+    group = group_of(h, view.bucket_capacity // 16)
+    digest = digest_of(h)
+    score = read_i64(view.score_values, t)
+    if view.accumulate:
+        score = read_i64(frequencies, i) if frequencies != 0 else 1
+    slot = probe(view, base, group, digest, key)
+    if slot >= 0:
+        # An earlier occurrence of this batch placed it.
+        write_i32(out, i, read_i32(view.rows, slot))
+        if view.accumulate:
+            write_i64(view.scores, slot, read_i64(view.scores, slot) + score)
+        return _PLACED_BEFORE
+    kind = _INSERTED
+    slot = _free_slot(view, base, group)
+    if slot < 0:
+        kind = _EVICTED
+        slot = _lowest(view, base)
+        if slot < 0:
+            return _FAILED
+        victim[0] = read_i64(view.keys, slot)
+        victim[1] = read_i64(view.scores, slot)
+    write_i64(view.keys, slot, key)
+    write_u8(view.digests, slot, digest)
+    write_i64(view.scores, slot, score)
+    write_i32(view.tags, slot, view.step)
+    write_i32(out, i, read_i32(view.rows, slot))
+    return kind
+
+
+@njit
+def _free_slot(view, base, group):
+    """Return the first slot in probe order that is empty, or erased and not protected; -1 if none.
+
+    The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty slot.
+    """
+    num_groups = view.bucket_capacity // 16
+    for _ in range(num_groups):
+        first = base + group * 16
+        low = read_u64(view.digests + first, 0)
+        high = read_u64(view.digests + first, 1)
+        if (bytes_equal(low, 0) | bytes_equal(low, 1) | bytes_equal(high, 0) | bytes_equal(high, 1)) != 0:
+            for slot in range(first, first + 16):
+                digest = read_u8(view.digests, slot)
+                if digest == 0 or (digest == 1 and read_i32(view.tags, slot) < view.oldest):
+                    return slot
+        group = next_group(group, num_groups)
+    return -1
+
+
+@njit
+def _lowest(view, base):
+    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a bucket without free slots, or -1."""
+    best = -1
+    best_score = np.int64(0)
+    best_hash = np.uint64(0)
+    for slot in range(base, base + view.bucket_capacity):
+        if read_i32(view.tags, slot) >= view.oldest:
+            continue
+        score = read_i64(view.scores, slot)
+        if best >= 0 and score > best_score:
+            continue
+        h = mix(read_i64(view.keys, slot))
+        if best < 0 or score < best_score or h < best_hash:
+            best = slot
+            best_score = score
+            best_hash = h
+    return best

@@ -1,0 +1,81 @@
+"""How kernels see an index, and the walk through a bucket.
+
+Addresses instead of arrays, for the reason given in ``vectors.py``.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
+from dynamicemb.table.cpu.memory import read_i64, read_u64
+from dynamicemb.table.index import OLDEST, STEP, Index
+
+
+class IndexView(NamedTuple):
+    """Addresses of an index's arrays, and the numbers of the current step."""
+
+    keys: int
+    digests: int
+    scores: int
+    rows: int
+    tags: int
+    bucket_offsets: int
+    score_values: int
+    bucket_capacity: int
+    num_tables: int
+    step: int
+    oldest: int
+    accumulate: bool
+
+
+def index_view(index: Index) -> IndexView:
+    """Return the addresses of an index on the CPU; the caller keeps it alive."""
+    clock = index.clock.numpy()
+    return IndexView(
+        index.keys.data_ptr(),
+        index.digests.data_ptr(),
+        index.scores.data_ptr(),
+        index.rows.data_ptr(),
+        index.tags.data_ptr(),
+        index.bucket_offsets.data_ptr(),
+        index.score_values.data_ptr(),
+        index.bucket_capacity,
+        index.num_tables,
+        int(clock[STEP]),
+        int(clock[OLDEST]),
+        index.accumulate,
+    )
+
+
+@njit
+def next_group(group, num_groups):
+    """Return the group probed after ``group``."""
+    return group + 1 if group + 1 < num_groups else 0
+
+
+@njit
+def probe(view, base, group, digest, key):
+    """Return the slot of ``key`` in the bucket that starts at slot ``base``, or -1.
+
+    Walks the groups from ``group`` on, compares keys only where digests match, and stops after the first group with an
+    empty slot.
+    """
+    num_groups = view.bucket_capacity // 16
+    for _ in range(num_groups):
+        first = base + group * 16
+        empty = np.uint64(0)
+        for half in range(2):
+            word = read_u64(view.digests + first, half)
+            marks = bytes_equal(word, digest)
+            while marks != 0:
+                slot = first + half * 8 + lowest_byte(marks)
+                if read_i64(view.keys, slot) == key:
+                    return slot
+                marks &= marks - np.uint64(1)
+            empty |= bytes_equal(word, 0)
+        if empty != 0:
+            return -1
+        group = next_group(group, num_groups)
+    return -1

@@ -1,0 +1,91 @@
+"""Copy whole rows between the store and plain tensors."""
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from dynamicemb.table.cpu.memory import (
+    BF16,
+    F16,
+    F32,
+    bf16_to_f32,
+    f16_to_f32,
+    f32_at,
+    f32_to_bf16,
+    f32_to_f16,
+    u16_at,
+)
+from dynamicemb.table.rows import RowStore
+
+DTYPE_CODES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
+
+
+def read_rows(store: RowStore, table: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy rows of one table out.
+
+    Args:
+        store: the group's rows.
+        table: which table.
+        rows: i32 ``[M]``, rows of this table that hold values.
+
+    Returns:
+        ``(weights f32[M, D], state f32[M, num_state])``.
+    """
+    row_format = store.formats[table]
+    weights = torch.empty(rows.numel(), row_format.dim)
+    state = torch.empty(rows.numel(), row_format.num_state)
+    _read_kernel(*_place_of(store, table), rows.numpy(), weights.numpy(), state.numpy())
+    return weights, state
+
+
+def write_rows(store: RowStore, table: int, rows: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None) -> None:
+    """Overwrite rows of one table; weights are rounded to nearest.
+
+    Args:
+        store: the group's rows.
+        table: which table.
+        rows: i32 ``[M]``, distinct.
+        weights: f32 ``[M, D]``.
+        state: f32 ``[M, num_state]``, or None to leave the optimizer state as it is.
+    """
+    if state is None:
+        state = torch.empty(rows.numel(), 0)
+    _write_kernel(*_place_of(store, table), rows.numpy(), weights.contiguous().numpy(), state.contiguous().numpy())
+
+
+def _place_of(store: RowStore, table: int) -> tuple[np.ndarray, int, tuple[int, int], int]:
+    row_format = store.formats[table]
+    sizes = (row_format.num_bytes(store.dtype), row_format.state_offset(store.dtype))
+    return store.chunk_bases.numpy(), store.chunk_shift, sizes, DTYPE_CODES[store.dtype]
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _read_kernel(bases, shift, sizes, code, rows, weights, state):
+    row_bytes, state_offset = sizes
+    dim = weights.shape[1]
+    for m in prange(rows.size):
+        row = np.int64(rows[m])
+        address = bases[row >> shift] + (row & ((1 << shift) - 1)) * row_bytes
+        if code == F32:
+            weights[m, :] = f32_at(address, dim)
+        else:
+            words = u16_at(address, dim)
+            for d in range(dim):
+                weights[m, d] = f16_to_f32(words[d]) if code == F16 else bf16_to_f32(words[d])
+        state[m, :] = f32_at(address + state_offset, state.shape[1])
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def _write_kernel(bases, shift, sizes, code, rows, weights, state):
+    row_bytes, state_offset = sizes
+    dim = weights.shape[1]
+    for m in prange(rows.size):
+        row = np.int64(rows[m])
+        address = bases[row >> shift] + (row & ((1 << shift) - 1)) * row_bytes
+        if code == F32:
+            f32_at(address, dim)[:] = weights[m, :]
+        else:
+            words = u16_at(address, dim)
+            for d in range(dim):
+                words[d] = f32_to_f16(weights[m, d]) if code == F16 else f32_to_bf16(weights[m, d])
+        f32_at(address + state_offset, state.shape[1])[:] = state[m, :]

@@ -1,0 +1,267 @@
+"""The tables of one module, fused in one index: find, insert, erase, export, statistics."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, UPDATES, Index
+from dynamicemb.table.initializers import InitializerTable
+from dynamicemb.table.invariants import check_invariants
+from dynamicemb.table.results import InsertResult
+from dynamicemb.table.rows import RowFormat, RowStore
+from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.steps import Step, StepTracker
+
+MAX_SLOTS = 2**31 - 1
+# Erased slots lengthen probes; a table is rebuilt when they exceed this share.
+_REBUILD_SHARE = 4
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What holds for all tables of a group.
+
+    Attributes:
+        bucket_capacity: slots of a bucket, a multiple of 16.
+        dtype: dtype of the weights.
+        strategy: SCORE_*, which score a touch leaves.
+        seed: seed of the initial values.
+        state_value: what optimizer state starts at.
+        protect_steps: finished steps whose ids are still not evicted.
+    """
+
+    bucket_capacity: int
+    dtype: torch.dtype
+    strategy: int
+    seed: int
+    state_value: float = 0.0
+    protect_steps: int = 0
+
+
+class TableGroup:
+    """Dynamic embedding tables that share one index.
+
+    Batches hold the ids of one table after those of another: ``table_ranges`` i64 ``[T+1]`` says which occurrences belong
+    to which table.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        capacities: list[int],
+        formats: list[RowFormat],
+        initializers: InitializerTable,
+        options: GroupOptions,
+        device: torch.device,
+    ):
+        """Allocate empty tables.
+
+        Args:
+            names: one name per table; the initial values depend on it.
+            capacities: rows of each table, multiples of ``options.bucket_capacity``.
+            formats: row format of each table.
+            initializers: how new rows are filled, per table.
+            options: what holds for all of them.
+            device: where index and rows live.
+
+        Raises:
+            ValueError: the group has more slots than a 32-bit row id can name.
+        """
+        if sum(capacities) > MAX_SLOTS:
+            raise ValueError(
+                f"max_capacity: the tables {names} have {sum(capacities)} slots together, more than {MAX_SLOTS}; "
+                "lower the capacities or give the tables to several modules"
+            )
+        self.names = names
+        self.capacities = capacities
+        self.options = options
+        self.device = device
+        self.initializers = initializers
+        self.store = RowStore(capacities, formats, options.dtype, device)
+        self.index = Index.create(
+            [c // options.bucket_capacity for c in capacities],
+            options.bucket_capacity,
+            self.store.first_rows,
+            options.strategy == SCORE_LFU,
+            device,
+        )
+        self.steps = StepTracker(options.protect_steps)
+        # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
+        self.epoch = 0
+        self.kernels = kernels_for(device)
+        self._state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["kernels"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.kernels = kernels_for(self.device)
+
+    # Steps
+
+    def begin_step(self) -> Step:
+        """Start a step that inserts: advance the clock, protect what it will touch."""
+        shift = self.steps.rebase()
+        if shift:
+            self.kernels.rebase(self.index, shift)
+        step = self.steps.begin()
+        tag, oldest = self.steps.tag(step.number), max(1, self.steps.tag(self.steps.oldest()))
+        self.kernels.advance(self.index, tag, oldest, self.options.strategy)
+        return step
+
+    # Lookups
+
+    def find(self, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
+        """Return i32 ``[N]`` rows, -1 where absent; changes nothing."""
+        return self.kernels.find(self.index, ids, table_ranges, False)
+
+    def find_or_insert(
+        self, ids: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, InsertResult]:
+        """Look ids up for training: touch what is there, insert and initialise what is not.
+
+        Call it inside a step (``begin_step``).
+
+        Args:
+            ids: i64 ``[N]``.
+            table_ranges: i64 ``[T+1]``.
+            frequencies: i64 ``[N]``, how often each occurrence counts for LFU; None is once.
+
+        Returns:
+            ``(rows i32[N], result)``; rows are -1 for ids that found their bucket full of protected ids.
+        """
+        rows = self.kernels.find(self.index, ids, table_ranges, True, frequencies)
+        result = self.kernels.insert(self.index, ids, table_ranges, rows, frequencies)
+        self._initialize(ids, table_ranges, rows, result.new)
+        return rows, result
+
+    def rows_still_owned(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows i32 ``[N]`` of an earlier lookup with -1 where the id has lost its row since; counts those."""
+        gone = (rows >= 0) & (self.find(ids, table_ranges) != rows)
+        tables = torch.searchsorted(table_ranges, gone.nonzero().flatten(), right=True) - 1
+        self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
+        return torch.where(gone, -1, rows)
+
+    def _initialize(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
+        if new.numel():
+            tables = torch.searchsorted(table_ranges, new, right=True).sub_(1).to(torch.int32)
+            self.kernels.initialize(self.store, self.initializers, rows[new], ids[new], tables, self._state_values)
+
+    # Contents
+
+    def size(self, table: int) -> int:
+        """Return how many ids a table holds."""
+        return int((self._slots_of(table, self.index.digests) >= 2).sum())
+
+    def _slots_of(self, table: int, values: torch.Tensor) -> torch.Tensor:
+        capacity = self.index.bucket_capacity
+        begin, end = int(self.index.bucket_offsets[table]), int(self.index.bucket_offsets[table + 1])
+        return values[begin * capacity : end * capacity]
+
+    def _ranges_of(self, table: int, count: int) -> torch.Tensor:
+        """Return the ``table_ranges`` of a batch whose ids all belong to one table."""
+        ranges = torch.zeros(len(self.names) + 1, dtype=torch.int64, device=self.device)
+        ranges[table + 1 :] = count
+        return ranges
+
+    def scan(self, table: int, min_score: int = 0) -> torch.Tensor:
+        """Return the occupied slots of a table with at least this score, i64 ``[M]``, ascending."""
+        return self.kernels.scan(self.index, table, min_score)
+
+    def read(self, table: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(weights f32[M, D], state f32[M, num_state])`` of rows i32 ``[M]``."""
+        return self.kernels.read_rows(self.store, table, rows)
+
+    def contains(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Return bool ``[N]``: which ids the table holds."""
+        return self.find(ids, self._ranges_of(table, ids.numel())) >= 0
+
+    def erase(self, table: int, ids: torch.Tensor) -> int:
+        """Remove ids of a table; returns how many were there. They start fresh when they return."""
+        erased = self.kernels.erase(self.index, ids, self._ranges_of(table, ids.numel()))
+        self.epoch += 1
+        count = int(erased.sum())
+        if count:
+            digests = self._slots_of(table, self.index.digests)
+            if int((digests == 1).sum()) * _REBUILD_SHARE > digests.numel():
+                self.kernels.rebuild(self.index, table)
+        return count
+
+    def assign(self, table: int, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Insert or overwrite ids with given weights; optimizer state of new ids starts at its initial value.
+
+        Args:
+            table: which table.
+            ids: i64 ``[N]``; of repeated ids the last counts.
+            weights: f32 ``[N, D]``.
+
+        Returns:
+            bool ``[N]``: False where the bucket was full of protected ids.
+        """
+        step = self.begin_step()
+        try:
+            rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
+        finally:
+            step.finish()
+        placed = rows >= 0
+        last = _last_occurrences(rows)
+        keep = last[rows[last] >= 0]
+        self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
+        return placed
+
+    def set_score(self, table: int, value: int) -> None:
+        """Set the score that touches leave from now on (CUSTOMIZED)."""
+        assert self.options.strategy == SCORE_CUSTOMIZED and 0 < value <= MAX_SCORE
+        self.index.score_values[table] = value
+
+    def get_score(self, table: int) -> int:
+        """Return the score that the next step writes (STEP), or the last one written (others); for LFU, 1."""
+        if self.options.strategy == SCORE_LFU:
+            return 1
+        value = int(self.index.score_values[table])
+        return value + 1 if self.options.strategy == SCORE_STEP else value
+
+    def now(self) -> int:
+        """Return Unix nanoseconds, later than any step so far."""
+        return max(int(self.index.clock[NOW]) + 1, time.time_ns())
+
+    # Reports
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return counts since construction and the present size and load, per table name."""
+        counters = self.index.counters.tolist()
+        out: dict[str, dict[str, float]] = {}
+        for t, name in enumerate(self.names):
+            size = self.size(t)
+            out[name] = {"size": size, "capacity": self.capacities[t], "load": size / self.capacities[t]}
+            out[name].update(zip(COUNTER_NAMES, counters[t], strict=True))
+        return out
+
+    def num_failed(self) -> int:
+        """Return how many occurrences found no place since construction."""
+        return int(self.index.counters[:, FAILED].sum())
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return bytes allocated for ``rows`` and ``index``."""
+        return {"rows": self.store.num_bytes(), "index": self.index.num_bytes()}
+
+    def check_invariants(self) -> None:
+        """Check the structural invariants; for tests."""
+        check_invariants(self.index, self.store, self.capacities)
+
+
+def _last_occurrences(rows: torch.Tensor) -> torch.Tensor:
+    """Return the position of the last occurrence of every distinct value, i64 ``[U]``."""
+    values, inverse = torch.unique(rows, return_inverse=True)
+    positions = torch.arange(rows.numel(), device=rows.device)
+    last = torch.zeros(values.numel(), dtype=torch.int64, device=rows.device)
+    return last.scatter_reduce_(0, inverse, positions, reduce="amax", include_self=False)
+
+
+__all__ = ["GroupOptions", "TableGroup", "SCORE_TIMESTAMP", "SCORE_STEP", "SCORE_CUSTOMIZED", "SCORE_LFU"]

@@ -1,0 +1,138 @@
+"""The oracle: tables as plain dicts, one step at a time, with the rules of the contract and nothing else.
+
+Slow and obvious on purpose. It knows buckets (an id competes only with ids of its bucket) but no slots, digests or hashes
+beyond which bucket an id belongs to and how ties are broken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dynamicemb.table.layout import fmix64, locate
+from dynamicemb.table.scores import SCORE_LFU
+
+
+@dataclass
+class Entry:
+    """One resident id: its row (weights f32 ``[D]``, optimizer state f32 ``[num_state]``), score, and last step."""
+
+    weights: np.ndarray
+    state: np.ndarray
+    score: int
+    tag: int
+
+
+@dataclass
+class Bucket:
+    """Resident ids, and the last steps of erased ids, whose slots stay taken while those steps are outstanding."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)
+    ghosts: list[int] = field(default_factory=list)
+
+
+class ReferenceTable:
+    """One table as a dict per bucket."""
+
+    def __init__(
+        self,
+        num_buckets: int,
+        bucket_capacity: int,
+        strategy: int,
+        new_row: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    ):
+        """Make an empty table.
+
+        Args:
+            num_buckets: buckets.
+            bucket_capacity: ids a bucket can hold.
+            strategy: SCORE_*.
+            new_row: initial ``(weights, state)`` of an id.
+        """
+        self.bucket_capacity = bucket_capacity
+        self.strategy = strategy
+        self.new_row = new_row
+        self.buckets = [Bucket() for _ in range(num_buckets)]
+        self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased"), 0)
+
+    def bucket(self, key: int) -> Bucket:
+        """Return the bucket of an id."""
+        return self.buckets[int(locate(np.array([key], np.int64), len(self.buckets), 1)[0][0])]
+
+    def get(self, key: int) -> Entry | None:
+        """Return what the table holds of an id."""
+        return self.bucket(key).entries.get(key)
+
+    def entries(self) -> dict[int, Entry]:
+        """Return everything resident."""
+        return {key: entry for bucket in self.buckets for key, entry in bucket.entries.items()}
+
+    def lookup(
+        self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int
+    ) -> tuple[list[Entry | None], list[tuple[int, int]]]:
+        """Look up and insert a batch as one training step.
+
+        Args:
+            keys: the ids, with repetitions.
+            frequencies: how often each counts (LFU); None is once.
+            value: score that touches leave.
+            tag: number of this step.
+            oldest: ids touched by this step or later ones are protected.
+
+        Returns:
+            The entry of every occurrence (None where it failed) and the evicted ``(id, score)`` in batch order.
+        """
+        amounts = frequencies if frequencies is not None else [1] * len(keys)
+        found = [self.get(key) for key in keys]
+        for entry, amount in zip(found, amounts, strict=True):
+            self.counts["hits" if entry is not None else "misses"] += 1
+            if entry is not None:
+                self._touch(entry, amount, value, tag)
+        evicted: list[tuple[int, int]] = []
+        for i, key in enumerate(keys):
+            if found[i] is not None:
+                continue
+            entry = self.get(key)
+            if entry is not None:
+                self._touch(entry, amounts[i], value, tag)
+            else:
+                entry = self._place(key, oldest, evicted)
+                if entry is not None:
+                    entry.tag = tag
+                    entry.score = amounts[i] if self.strategy == SCORE_LFU else value
+            found[i] = entry
+        return found, evicted
+
+    def _touch(self, entry: Entry, amount: int, value: int, tag: int) -> None:
+        entry.tag = tag
+        entry.score = entry.score + amount if self.strategy == SCORE_LFU else value
+
+    def _place(self, key: int, oldest: int, evicted: list[tuple[int, int]]) -> Entry | None:
+        bucket = self.bucket(key)
+        # Erased slots whose steps are over are as good as empty.
+        bucket.ghosts = [tag for tag in bucket.ghosts if tag >= oldest]
+        if len(bucket.entries) + len(bucket.ghosts) >= self.bucket_capacity:
+            candidates = [(e.score, int(fmix64(np.int64(k))), k) for k, e in bucket.entries.items() if e.tag < oldest]
+            if not candidates:
+                self.counts["failed"] += 1
+                return None
+            score, _, victim = min(candidates)
+            del bucket.entries[victim]
+            evicted.append((victim, score))
+            self.counts["evicted"] += 1
+        weights, state = self.new_row(key)
+        self.counts["inserted"] += 1
+        bucket.entries[key] = Entry(weights, state, 0, 0)
+        return bucket.entries[key]
+
+    def erase(self, keys: list[int]) -> int:
+        """Remove ids; returns how many were there."""
+        count = 0
+        for key in keys:
+            bucket = self.bucket(key)
+            entry = bucket.entries.pop(key, None)
+            if entry is not None:
+                bucket.ghosts.append(entry.tag)
+                count += 1
+        self.counts["erased"] += count
+        return count

@@ -1,0 +1,21 @@
+"""What the kernels return beside rows."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class InsertResult(NamedTuple):
+    """Outcome of an insert, in batch order.
+
+    Attributes:
+        new: i64 ``[M]``, the occurrences that took a slot; their rows hold nothing yet, or a victim's values.
+        evicted: i64 ``[E]``, the subset of ``new`` that took the slot of another id.
+        evicted_ids: i64 ``[E]``, the ids that lost their slot; the row is that of the occurrence in ``evicted``.
+        evicted_scores: i64 ``[E]``, their scores.
+    """
+
+    new: torch.Tensor
+    evicted: torch.Tensor
+    evicted_ids: torch.Tensor
+    evicted_scores: torch.Tensor

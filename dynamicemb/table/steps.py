@@ -1,0 +1,84 @@
+"""Which steps are outstanding, so that their ids are neither evicted nor moved."""
+
+import threading
+
+# A step number is a 32-bit tag in the index; long before it overflows, tags are rebased.
+REBASE_AT = 2**30
+
+
+class Step:
+    """A forward whose backward may still come; finishing it, or losing the last reference to it, ends its protection."""
+
+    __slots__ = ("_tracker", "number")
+
+    def __init__(self, tracker: "StepTracker", number: int):
+        self._tracker = tracker
+        self.number = number
+
+    def finish(self) -> None:
+        """Say that nothing of this step will come any more; doing so twice is harmless."""
+        self._tracker._outstanding.discard(self.number)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step's ids are no longer protected by it."""
+        return self.number not in self._tracker._outstanding
+
+    def __del__(self) -> None:
+        self.finish()
+
+
+class StepTracker:
+    """Hands out step numbers and knows the oldest outstanding one.
+
+    Numbers count all steps since the table was made; ``tag`` maps them to what the index stores.
+    """
+
+    def __init__(self, protect_steps: int = 0):
+        """Make a tracker.
+
+        Args:
+            protect_steps: how many finished steps before the current one stay protected.
+        """
+        self._protect_steps = protect_steps
+        self._outstanding: set[int] = set()
+        self._lock = threading.Lock()
+        self._base = 0
+        self.current = 0
+
+    def begin(self) -> Step:
+        """Start the next step."""
+        with self._lock:
+            self.current += 1
+            self._outstanding.add(self.current)
+            return Step(self, self.current)
+
+    def oldest(self) -> int:
+        """Return the number of the oldest step whose ids are protected."""
+        return max(1, min([*self._outstanding, self.current]) - self._protect_steps)
+
+    def __getstate__(self) -> dict[str, int]:
+        # A copy has no outstanding steps: no graph will ever call back into it.
+        return {"protect_steps": self._protect_steps, "base": self._base, "current": self.current}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        StepTracker.__init__(self, state["protect_steps"])
+        self._base = state["base"]
+        self.current = state["current"]
+
+    @property
+    def num_outstanding(self) -> int:
+        """Steps begun and not finished."""
+        return len(self._outstanding)
+
+    def tag(self, number: int) -> int:
+        """Return what the index stores for a step number."""
+        return number - self._base
+
+    def rebase(self) -> int:
+        """Return by how much tags must be lowered now, 0 while they are small."""
+        if self.tag(self.current) < REBASE_AT:
+            return 0
+        shift = self.tag(self.oldest()) - 1
+        self._base += shift
+        return shift

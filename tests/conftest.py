@@ -1,0 +1,94 @@
+"""What all tests share: the kernel interpreter switch, the `backend` fixture, hypothesis profiles, the test count."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# Triton decides when a kernel is decorated whether it will be compiled or interpreted, its own library included, so the
+# switch must be set before triton's first import. Without a GPU one process then tests `cpu` and `interpret`.
+if not HAS_CUDA:
+    assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET could be set"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+try:
+    import triton  # noqa: F401
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+# GPU images without a network may lack hypothesis; test files that need it skip themselves there.
+try:
+    from hypothesis import settings
+except ImportError:
+    pass
+else:
+    settings.register_profile("dev", deadline=None, max_examples=25)
+    settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def reason_to_skip(backend: str) -> str | None:
+    """Say what this process lacks to run `backend`, or None."""
+    if backend == "interpret":
+        if not HAS_TRITON:
+            return "triton is not installed"
+        if not INTERPRETED:
+            return "kernels are compiled in this process (set TRITON_INTERPRET=1 to interpret them)"
+    if backend == "cuda":
+        if not HAS_CUDA:
+            return "no CUDA device"
+        if INTERPRETED:
+            return "kernels are interpreted in this process (TRITON_INTERPRET=1)"
+    return None
+
+
+@pytest.fixture(params=["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.cuda)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Run the test once per backend: `cpu` (numba), `interpret` (Triton on the CPU), `cuda` (Triton compiled)."""
+    reason = reason_to_skip(request.param)
+    if reason:
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param
+
+
+@pytest.fixture
+def device(backend: str) -> torch.device:
+    """Return the device on which the tensors of `backend` live."""
+    return torch.device("cuda" if backend == "cuda" else "cpu")
+
+
+class ExecutedTests:
+    """Counts the tests that ran to a verdict (skipped ones do not count) and fails the session below a minimum."""
+
+    def __init__(self, minimum: int) -> None:
+        self.minimum = minimum
+        self.count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and not report.skipped:
+            self.count += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.count < self.minimum and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.minimum:
+            return
+        verdict = "enough" if self.count >= self.minimum else "TOO FEW"
+        terminalreporter.write_line(f"executed tests: {self.count}, at least {self.minimum} wanted: {verdict}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--min-tests", type=int, default=0, help="fail when fewer tests were executed (skips not counted)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ExecutedTests(config.getoption("--min-tests")), "executed-tests")
