@@ -16,8 +16,8 @@ def bucketize(
         world_size: W.
 
     Returns:
-        ``(new_lengths [W * K] of lengths' dtype, order i64[N], position i64[N])``: occurrence ``order[j]`` goes to place
-        ``j``, so occurrence ``i`` goes to place ``position[i]``.
+        ``(new_lengths [W * K] of lengths' dtype, order i64[N], position i64[N])``: place ``j`` gets occurrence
+        ``order[j]``, and occurrence ``i`` goes to place ``position[i]``.
 
     Host sync: none.
     """

@@ -96,6 +96,6 @@ def _for_torchrec(constraint: ParameterConstraints) -> ParameterConstraints:
     return constraint
 
 
-def _config_of(module: nn.Module, table: str) -> Any:
+def _config_of(module: Any, table: str) -> Any:
     configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
     return next(config for config in configs if config.name == table)

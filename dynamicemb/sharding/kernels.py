@@ -141,9 +141,8 @@ class BatchedDynamicEmbedding(DynamicKernel):
 
     def prefetch(self, features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """Bring rows close before `forward`, counts included."""
-        self._emb_module.prefetch(
-            features.values(), features.offsets(), forward_stream, frequency_counters=self._counts(features)
-        )
+        prefetch: Any = self._emb_module.prefetch
+        prefetch(features.values(), features.offsets(), forward_stream, frequency_counters=self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
         packed = features.weights_or_none()

@@ -138,12 +138,12 @@ class DynamicEmbeddingShardingPlanner:
         if dist.get_rank(group) == 0:
             try:
                 answer = [self._plan_static(module, sharders), None]
-            except Exception as error:  # noqa: BLE001  raised below, on all ranks
+            except Exception as error:
                 answer = [None, error]
         dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-        plan, error = answer
-        if error is not None:
-            raise error
+        plan, failure = answer
+        if failure is not None:
+            raise failure
         return self._with_dynamic_tables(plan)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
@@ -171,11 +171,11 @@ class DynamicEmbeddingShardingPlanner:
     def _parameter_sharding(self, name: str, group: int, planned: Any) -> DynamicEmbParameterSharding:
         # A copy: modules may complete their options.
         options = dataclasses.replace(self._options[name])
-        world_size = self._topology.world_size
+        world_size, rows = self._topology.world_size, options.max_capacity or 0
         shards = [
             ShardMetadata(
-                shard_sizes=[options.max_capacity, options.dim],
-                shard_offsets=[options.max_capacity * rank, 0],
+                shard_sizes=[rows, options.dim],
+                shard_offsets=[rows * rank, 0],
                 placement=placement(self._topology.compute_device, rank, self._topology.local_world_size),
             )
             for rank in range(world_size)
@@ -184,6 +184,7 @@ class DynamicEmbeddingShardingPlanner:
             sharding_type=ShardingType.ROW_WISE.value,
             ranks=list(range(world_size)),
             sharding_spec=EnumerableShardingSpec(shards),
+            stochastic_rounding=planned.stochastic_rounding,
             output_dtype=planned.output_dtype,
             dist_type=options.dist_type,
             dynamicemb_options=options,

@@ -9,7 +9,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
@@ -54,7 +54,9 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         device = device or self._device
-        return DynamicFeaturesDist(self._pg, routes_of(self), device, is_sequence=True, keep_weights=self.carries_counts)
+        return DynamicFeaturesDist(
+            self._pg, routes_of(self), device, is_sequence=True, keep_weights=self.carries_counts
+        )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
         """Make the tables of this rank."""
@@ -125,6 +127,18 @@ def _check_plan(info: EmbeddingShardingInfo) -> None:
             f"dist_type={plan.dist_type!r} of dynamic table {name!r} differs from that of its options, "
             f"{plan.dynamicemb_options.dist_type!r}; set both to the same"
         )
+
+
+def check_env(env: ShardingEnv) -> None:
+    """Refuse environments that dynamic tables cannot work in.
+
+    Raises:
+        ValueError: two-dimensional parallelism (it averages replicas of dense weights), or no process group.
+    """
+    if isinstance(env, ShardingEnv2D):
+        raise ValueError("dynamic tables do not support two-dimensional parallelism; use DistributedModelParallel")
+    if env.process_group is None:
+        raise ValueError("dynamic tables need a process group; use ShardingEnv.from_process_group")
 
 
 def share_seed(infos: list[EmbeddingShardingInfo], env: ShardingEnv, device: torch.device | None) -> None:

@@ -7,11 +7,10 @@ release is one file to read.
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
@@ -30,14 +29,9 @@ _TORCHREC_ONLY_PARAMS = frozenset(
 )
 
 
-def new_collection_context(context: type[EmbeddingCollectionContext]) -> EmbeddingCollectionContext:
-    """Make an empty context; 1.6 shares no defaults between instances only when it is given a list."""
-    return context(sharding_contexts=[])
-
-
-def new_bag_context(context: type[EmbeddingBagCollectionContext]) -> EmbeddingBagCollectionContext:
-    """Make an empty context."""
-    return context(sharding_contexts=[])
+def as_kjt(features: Any) -> KeyedJaggedTensor:
+    """Return a TorchRec input, which may be a TensorDict of jagged tensors, as a KeyedJaggedTensor."""
+    return features if isinstance(features, KeyedJaggedTensor) else maybe_td_to_kjt(features, None)
 
 
 def module_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:

@@ -1,18 +1,16 @@
-"""What TorchRec's sharded collections do for tables that are dense parameters, kept away from dynamic tables."""
+"""What both sharded collections share: static tables stay TorchRec's business, dynamic ones are kept out of it."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.sharding.constraints import is_dynamic
 from dynamicemb.sharding.kernels import DynamicKernel
 
 
-class WithDynamicTables(nn.Module):
+class WithDynamicTables:
     """What both sharded collections share; comes before TorchRec's class in the bases.
 
     Attributes:
@@ -22,6 +20,8 @@ class WithDynamicTables(nn.Module):
 
     CONFIGS: str
     PREFIX: str
+    _lookups: list[Any]
+    module_sharding_plan: dict[str, Any]
 
     @property
     def dynamic_embedding_modules(self) -> list[BatchedDynamicEmbeddingTablesV2]:
@@ -40,7 +40,7 @@ class WithDynamicTables(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise static tables; rows of dynamic ones are initialised when their id comes."""
         with self._only_static_configs():
-            super().reset_parameters()
+            super().reset_parameters()  # type: ignore[misc]
 
     @contextmanager
     def _only_static_configs(self) -> Iterator[None]:
@@ -52,13 +52,24 @@ class WithDynamicTables(nn.Module):
         finally:
             setattr(self, self.CONFIGS, configs)
 
-    def drop_dynamic_weights(self, state_dict: dict[str, Any], prefix: str, say_so: bool) -> None:
+    @staticmethod
+    def _pre_state_dict_hook(module: Any, prefix: str = "", keep_vars: bool = False) -> None:
+        module.warn_about_state_dict()
+        super()._pre_state_dict_hook(module, prefix, keep_vars)  # type: ignore[misc]
+
+    @staticmethod
+    def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        module.drop_dynamic_weights(state_dict, prefix)
+        super()._pre_load_state_dict_hook(module, state_dict, prefix, *args)  # type: ignore[misc]
+
+    def drop_dynamic_weights(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Remove dense weights of dynamic tables from a state_dict that is about to be loaded."""
         found = []
         for name in self.dynamic_table_names():
             if state_dict.pop(f"{prefix}{self.PREFIX}.{name}.weight", None) is not None:
                 found.append(name)
-        if found and say_so:
+        # The constructor loads the unsharded module, whose dynamic tables are placeholders.
+        if found and self.__dict__.get("_is_built"):
             warnings.warn(
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows stay as they are; "
                 "use DynamicEmbLoad, or insert() for dense rows",
