@@ -336,10 +336,10 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
             f"safe_check_mode={options.safe_check_mode.name}: failed inserts are only counted; use IGNORE and stats()"
         )
     if options.init_capacity is not None and options.max_capacity is not None:
-        # A table has whole buckets, so capacities in the same bucket are the same size.
-        init_buckets, _ = bucket_layout(options.init_capacity, options.bucket_capacity)
-        max_buckets, _ = bucket_layout(options.max_capacity, options.bucket_capacity)
-        if init_buckets != max_buckets:
+        # A table has whole buckets, so two capacities may be the same size.
+        init_buckets, init_bucket = bucket_layout(options.init_capacity, options.bucket_capacity)
+        max_buckets, max_bucket = bucket_layout(options.max_capacity, options.bucket_capacity)
+        if init_buckets * init_bucket < max_buckets * max_bucket:
             messages.append(
                 f"init_capacity={options.init_capacity} < max_capacity={options.max_capacity}: tables do not grow yet; "
                 "use init_capacity=None"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from numba import njit
 
-from dynamicemb.dynamicemb_config import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 from dynamicemb.table.cpu.initialize import initial_values, normal_quantile
 from dynamicemb.table.cpu.philox import philox4x32, philox4x32_reference
 from dynamicemb.table.initializers import InitializerTable, fnv1a64, table_key
+from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
 ONES = 0xFFFFFFFF
 
@@ -48,6 +48,25 @@ def test_compiled_philox_equals_the_reference():
         words = [int(w) for w in rng.integers(0, 2**32, 6)]
         key, counter = tuple(words[:2]), tuple(words[2:])
         assert philox_on_arrays(key, counter) == philox4x32_reference(key, counter)
+
+
+def test_the_worked_example_of_the_page():
+    key, id_ = table_key(0, "user"), 12345678901234567
+    words = [philox4x32_reference((key % 2**32, key >> 32), (id_ % 2**32, id_ >> 32, c2, 0)) for c2 in range(2)]
+    assert words[0] == (0xA9EFF1B1, 0xC404A139, 0x2BDBD814, 0xA0A533ED)
+    assert words[1] == (0x9696B5F8, 0xA5244F03, 0xB41EB0E4, 0x1726F6C0)
+    args = [
+        DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.UNIFORM, lower=-0.1, upper=0.3),
+        DynamicEmbInitializerArgs(DynamicEmbInitializerMode.TRUNCATED_NORMAL, 0.0, 0.5, -1.0, 1.5),
+        DynamicEmbInitializerArgs(DynamicEmbInitializerMode.TRUNCATED_NORMAL, 0.0, 1.0, 5.0, 6.0),
+    ]
+    uniform, wide, tail = InitializerTable.create(args, ["user"] * 3, 0, "cpu").params.tolist()
+    assert np.array(uniform[:2], dtype=np.float32).view(np.uint32).tolist() == [0xBDCCCCCD, 0x3ECCCCCD]
+    # erfc of another library may differ in the last bits.
+    ends = [float.fromhex(x) for x in ("0x1.61de1f985b5dcp-10", "0x1.f3a9292ecee62p-1")]
+    assert wide[:2] == [0.0, -0.5] and wide[2:4] == pytest.approx(ends, rel=1e-13) and wide[4:] == [-1.0, 1.5]
+    ends = [float.fromhex(x) for x in ("0x1.0f30ef0092d57p-30", "0x1.32bafe3232f11p-22")]
+    assert tail[:2] == [0.0, -1.0] and tail[2:4] == pytest.approx(ends, rel=1e-13) and tail[4:] == [5.0, 6.0]
 
 
 def test_fnv1a64_gives_the_published_answers():

@@ -68,6 +68,11 @@ def test_different_modes_are_unequal(first, second):
     assert DynamicEmbInitializerArgs(mode=first) != DynamicEmbInitializerArgs(mode=second)
 
 
+def test_mode_counts_even_where_the_read_values_agree():
+    normal = DynamicEmbInitializerArgs(mode=Mode.NORMAL, mean=0.0, std_dev=1.0)
+    assert normal != DynamicEmbInitializerArgs(mode=Mode.UNIFORM, lower=0.0, upper=1.0)
+
+
 def test_equality_with_a_foreign_type_is_left_to_it():
     assert DynamicEmbInitializerArgs().__eq__("uniform") is NotImplemented
     assert DynamicEmbInitializerArgs() != "uniform"

@@ -1,15 +1,15 @@
 """The autograd function behind a training lookup: pool or gather forward, fused optimizer backward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from dynamicemb.embedding.inputs import Batch
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
+from dynamicemb.table.layout import POOLING_NONE
+from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.steps import Step
 
 
@@ -19,66 +19,41 @@ class OptimizerOwner(Protocol):
     optimizer_spec: OptimizerSpec
 
 
-@dataclass
-class Lookup:
-    """One forward of a group.
+@dataclass(frozen=True)
+class TrainingStep:
+    """What backward needs beside the lookup.
 
     Attributes:
-        group: the tables.
-        batch: the checked input.
-        layout: how bags map to tables and columns.
-        table_ranges: i64 ``[T+1]``.
-        rows: i32 ``[N]``, -1 for missing or failed ids.
-        missing_values: f32 ``[T]``, what a missing id reads.
-        output_dtype: dtype of the result.
-        owner: holds the optimizer settings; None when nothing will be trained.
-        step: protects the rows until backward has run; None for evaluation.
+        owner: holds the optimizer settings.
+        step: protects the rows until backward has run.
         epoch: ``group.epoch`` at forward.
     """
 
-    group: TableGroup
-    batch: Batch
-    layout: FeatureLayout
-    table_ranges: torch.Tensor
-    rows: torch.Tensor
-    missing_values: torch.Tensor
-    output_dtype: torch.dtype
-    owner: OptimizerOwner | None = None
-    step: Step | None = None
-    epoch: int = 0
+    owner: OptimizerOwner
+    step: Step
+    epoch: int
 
-    def output(self) -> torch.Tensor:
-        """Return ``[N, D]`` without pooling, else ``[B, total_D]``."""
-        group = self.group
-        if self.layout.pooling == POOLING_NONE:
-            return group.kernels.gather(
-                group.store, self.rows, self.table_ranges, self.missing_values, self.output_dtype
-            )
-        weights = self.batch.per_sample_weights
-        return group.kernels.pool(
-            group.store,
-            self.rows,
-            self.batch.offsets,
-            self.layout,
-            None if weights is None else weights.detach().float(),
-            self.missing_values,
-            self.output_dtype,
-        )
 
-    def weights_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``per_sample_weights`` f32 ``[N]``, with the rows as they are now."""
-        group = self.group
-        return group.kernels.pool_weights_grad(group.store, self.rows, self.batch.offsets, self.layout, grad)
+def read_rows(
+    group: TableGroup, lookup: Lookup, missing_values: torch.Tensor, output_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the output of a lookup.
 
-    def train(self, grad: torch.Tensor) -> None:
-        """Apply one optimizer step with the gradient of the output."""
-        assert self.owner is not None and self.step is not None
-        rows = self.rows
-        if self.epoch != self.group.epoch or self.step.finished:
-            # Rows may have gone to other ids: look again, and drop what moved.
-            rows = self.group.rows_still_owned(self.batch.ids, self.table_ranges, rows)
-        self.group.update(self.owner.optimizer_spec, self, rows, grad)
-        self.step.finish()
+    Args:
+        group: the tables.
+        lookup: occurrences and their rows.
+        missing_values: f32 ``[T]``, what an occurrence without a row reads.
+        output_dtype: dtype of the result.
+
+    Returns:
+        ``[N, D]`` without pooling, else ``[B, total_D]``.
+    """
+    kernels = group.kernels
+    if lookup.layout.pooling == POOLING_NONE:
+        return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing_values, output_dtype)
+    return kernels.pool(
+        group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing_values, output_dtype
+    )
 
 
 class LookupFunction(torch.autograd.Function):
@@ -86,20 +61,34 @@ class LookupFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, anchor: torch.Tensor, per_sample_weights: torch.Tensor | None, lookup: Lookup
+        ctx: Any,
+        anchor: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        group: TableGroup,
+        lookup: Lookup,
+        training: TrainingStep,
+        output: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the lookup's output."""
-        ctx.lookup = lookup
-        return lookup.output()
+        """Return ``output``; remember what backward needs."""
+        ctx.group, ctx.lookup, ctx.training = group, lookup, training
+        ctx.weights_dtype = None if per_sample_weights is None else per_sample_weights.dtype
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Train the rows; returns the gradient of the pooling weights if wanted."""
-        lookup: Lookup = ctx.lookup
+        group, lookup, training = ctx.group, ctx.lookup, ctx.training
+        if training.epoch != group.epoch or training.step.finished:
+            # Rows may have gone to other ids since forward: look again, and drop what moved.
+            rows = group.rows_still_owned(lookup.ids, lookup.table_ranges, lookup.rows)
+            lookup = replace(lookup, rows=rows)
         grad = grad.contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
-            weights_grad = lookup.weights_grad(grad).to(lookup.batch.per_sample_weights.dtype)
-        lookup.train(grad)
-        return None, weights_grad, None
+            weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, lookup.offsets, lookup.layout, grad)
+            weights_grad = weights_grad.to(ctx.weights_dtype)
+        if ctx.needs_input_grad[0]:
+            group.update(training.owner.optimizer_spec, lookup, grad)
+        training.step.finish()
+        return None, weights_grad, None, None, None, None

@@ -10,11 +10,12 @@ from torch import nn
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
 from dynamicemb.embedding.construct import build_group, check_features, check_options, weights_dtype
 from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
-from dynamicemb.embedding.lookup import Lookup, LookupFunction
+from dynamicemb.embedding.lookup import LookupFunction, TrainingStep, read_rows
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import FeatureLayout
+from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_TIMESTAMP
 
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -255,20 +256,20 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         ranges = layout.table_ranges(batch.offsets)
-        rows = self._group.find(batch.ids, ranges)
-        lookup = Lookup(self._group, batch, layout, ranges, rows, self._eval_values, self.output_dtype)
-        with torch.no_grad():
-            return lookup.output()
+        lookup = _lookup(batch, layout, ranges, self._group.find(batch.ids, ranges))
+        return read_rows(self._group, lookup, self._eval_values, self.output_dtype)
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
         ranges = layout.table_ranges(batch.offsets)
         step = group.begin_step()
         rows, _ = group.find_or_insert(batch.ids, ranges, batch.frequencies)
-        lookup = Lookup(
-            group, batch, layout, ranges, rows, self._failed_values, self.output_dtype, self, step, group.epoch
+        lookup = _lookup(batch, layout, ranges, rows)
+        output = read_rows(group, lookup, self._failed_values, self.output_dtype)
+        training = TrainingStep(self, step, group.epoch)
+        output = LookupFunction.apply(
+            self._empty_tensor, batch.per_sample_weights, group, lookup, training, output
         )
-        output: torch.Tensor = LookupFunction.apply(self._empty_tensor, batch.per_sample_weights, lookup)
         if not output.requires_grad:
             step.finish()
         return output
@@ -410,6 +411,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 "construct the module with device= and DynamicEmbTableOptions(embedding_dtype=) instead of moving it"
             )
         return super()._apply(fn, recurse)
+
+
+def _lookup(batch: Batch, layout: FeatureLayout, table_ranges: torch.Tensor, rows: torch.Tensor) -> Lookup:
+    weights = batch.per_sample_weights
+    weights = None if weights is None else weights.detach().float().contiguous()
+    return Lookup(batch.ids, rows, table_ranges, batch.offsets, layout, weights)
 
 
 def _check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, UPDATES, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
+from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowFormat, RowStore
-from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.steps import Step, StepTracker
 
 MAX_SLOTS = 2**31 - 1
@@ -148,6 +150,18 @@ class TableGroup:
         self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
         return torch.where(gone, -1, rows)
 
+    def update(self, spec: OptimizerSpec, lookup: Lookup, grad: torch.Tensor) -> None:
+        """Apply one optimizer step to the rows of a lookup.
+
+        Args:
+            spec: the optimizer.
+            lookup: occurrences whose rows still belong to their ids, or are -1.
+            grad: gradient of the lookup's output.
+        """
+        self.index.clock[UPDATES] += 1
+        iteration = int(self.index.clock[UPDATES])
+        self.kernels.update(self.store, spec, lookup, grad, iteration, self.initializers.keys)
+
     def _initialize(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
         if new.numel():
             tables = torch.searchsorted(table_ranges, new, right=True).sub_(1).to(torch.int32)
@@ -263,5 +277,3 @@ def _last_occurrences(rows: torch.Tensor) -> torch.Tensor:
     last = torch.zeros(values.numel(), dtype=torch.int64, device=rows.device)
     return last.scatter_reduce_(0, inverse, positions, reduce="amax", include_self=False)
 
-
-__all__ = ["GroupOptions", "TableGroup", "SCORE_TIMESTAMP", "SCORE_STEP", "SCORE_CUSTOMIZED", "SCORE_LFU"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynamicemb.dynamicemb_config import DynamicEmbInitializerArgs
+from dynamicemb.dynamicemb_config import DEBUG_EMB_INITIALIZER_MOD
 from dynamicemb.table.layout import fmix64
+from dynamicemb.types import DEFAULT_LOWER, DEFAULT_UPPER, DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
 NORMAL = 0
 TRUNCATED_NORMAL = 1
@@ -20,7 +21,7 @@ UNIFORM = 2
 CONSTANT = 3
 DEBUG = 4
 NUM_PARAMS = 6
-DEBUG_MODULUS = 100_000
+DEBUG_MODULUS = DEBUG_EMB_INITIALIZER_MOD
 
 # With this much probability between the bounds, p = cdf_lower + cdf_width * u is a normal float64 for every u.
 _MIN_PROBABILITY = 1e-290
@@ -87,8 +88,9 @@ class InitializerTable:
             device: where the tensors go.
 
         Raises:
-            ValueError: not one name per initializer, or an argument that is not finite in fp32, a negative standard
-                deviation, lower > upper, or a truncated normal whose interval holds no probability.
+            TypeError: an initializer argument has the wrong type.
+            ValueError: not one name per initializer, an argument that ``DynamicEmbInitializerArgs.validate`` refuses, a
+                uniform range that is not finite in fp32, or a truncated normal whose interval holds no probability.
         """
         if len(args) != len(names):
             raise ValueError(f"names: {len(names)} names for {len(args)} initializers; give one name per table")
@@ -103,78 +105,60 @@ class InitializerTable:
 
 def _pack(args: DynamicEmbInitializerArgs, name: str) -> tuple[int, list[float]]:
     """Return the mode and the six parameters of one table."""
-    mode = args.mode.value if hasattr(args.mode, "value") else args.mode
-    if mode not in _PACKERS:
-        raise ValueError(f"initializer of table {name!r}: mode {mode!r} is not one of {', '.join(_PACKERS)}")
-    code, pack = _PACKERS[mode]
-    params = pack(args, name)
+    try:
+        # Again, for the fields may have been assigned since.
+        args.validate()
+        code, pack = _PACKERS[args.mode]
+        params = pack(args)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"initializer of table {name!r}: {error}") from error
     return code, params + [0.0] * (NUM_PARAMS - len(params))
 
 
-def _finite32(value: float, argument: str, name: str) -> float:
-    """Return ``value`` rounded to fp32, to nearest-even."""
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(value))
-    if not math.isfinite(rounded):
-        raise ValueError(f"initializer of table {name!r}: {argument} = {value} is not finite in float32")
-    return rounded
-
-
-def _bounds(args: DynamicEmbInitializerArgs, name: str) -> tuple[float, float]:
-    """Return the bounds in float64, after checking them."""
-    lower = 0.0 if args.lower is None else float(args.lower)
-    upper = 1.0 if args.upper is None else float(args.upper)
-    _finite32(lower, "lower", name)
-    _finite32(upper, "upper", name)
+def _bounds(args: DynamicEmbInitializerArgs) -> tuple[float, float]:
+    """Return the bounds in float64."""
+    lower = DEFAULT_LOWER if args.lower is None else float(args.lower)
+    upper = DEFAULT_UPPER if args.upper is None else float(args.upper)
     if lower > upper:
-        raise ValueError(f"initializer of table {name!r}: lower = {lower} is above upper = {upper}; swap them")
+        raise ValueError(f"lower = {lower} is above upper = {upper}; give both bounds")
     return lower, upper
 
 
-def _mean_and_std(args: DynamicEmbInitializerArgs, name: str) -> tuple[float, float]:
-    """Return mean and standard deviation in float64, after checking them."""
-    _finite32(args.mean, "mean", name)
-    _finite32(args.std_dev, "std_dev", name)
-    if args.std_dev < 0:
-        raise ValueError(f"initializer of table {name!r}: std_dev = {args.std_dev} is negative; use its absolute value")
-    return float(args.mean), float(args.std_dev)
+def _pack_normal(args: DynamicEmbInitializerArgs) -> list[float]:
+    return [float(args.mean), float(args.std_dev)]
 
 
-def _pack_normal(args: DynamicEmbInitializerArgs, name: str) -> list[float]:
-    return list(_mean_and_std(args, name))
+def _pack_uniform(args: DynamicEmbInitializerArgs) -> list[float]:
+    lower, upper = (np.float32(bound) for bound in _bounds(args))
+    # Rounded once, here: then lower <= lower + range * u <= upper holds for every u in spite of rounding.
+    with np.errstate(over="ignore"):
+        span = float(upper - lower)
+    if not math.isfinite(span):
+        raise ValueError(f"upper - lower = {float(upper) - float(lower)} is not finite in float32; narrow the interval")
+    return [float(lower), span]
 
 
-def _pack_uniform(args: DynamicEmbInitializerArgs, name: str) -> list[float]:
-    lower, upper = (np.float32(bound) for bound in _bounds(args, name))
-    # Rounded once, here: with it lower <= lower + range * u <= upper holds for every u after rounding.
-    return [float(lower), _finite32(float(upper) - float(lower), "upper - lower", name)]
+def _pack_constant(args: DynamicEmbInitializerArgs) -> list[float]:
+    return [float(np.float32(args.value))]
 
 
-def _pack_constant(args: DynamicEmbInitializerArgs, name: str) -> list[float]:
-    return [_finite32(args.value, "value", name)]
-
-
-def _pack_debug(args: DynamicEmbInitializerArgs, name: str) -> list[float]:
+def _pack_debug(args: DynamicEmbInitializerArgs) -> list[float]:
     return []
 
 
 def _normal_cdf(z: float) -> float:
-    """Return the standard normal distribution function, accurate to a relative 1e-13 in the lower tail."""
+    """Return the standard normal distribution function, accurate to a relative 1e-12 in the lower tail."""
     return 0.5 * math.erfc(-z / math.sqrt(2.0))
 
 
-def _pack_truncated_normal(args: DynamicEmbInitializerArgs, name: str) -> list[float]:
+def _pack_truncated_normal(args: DynamicEmbInitializerArgs) -> list[float]:
     """Return mean, signed std, cdf_lower, cdf_width, lower, upper.
 
     An interval whose centre is above the mean is mirrored at the mean (negative std): near p = 0 float64 resolves the
     tail, near p = 1 it does not.
     """
-    mean, std = _mean_and_std(args, name)
-    lower, upper = _bounds(args, name)
-    if std == 0.0:
-        if not lower <= mean <= upper:
-            raise ValueError(f"initializer of table {name!r}: std_dev = 0 and mean = {mean} outside [{lower}, {upper}]")
-        return [mean, std, 0.5, 0.0, lower, upper]
+    mean, std = float(args.mean), float(args.std_dev)
+    lower, upper = _bounds(args)
     z_lower, z_upper = (lower - mean) / std, (upper - mean) / std
     if z_lower + z_upper > 0.0:
         z_lower, z_upper, std = -z_upper, -z_lower, -std
@@ -182,16 +166,16 @@ def _pack_truncated_normal(args: DynamicEmbInitializerArgs, name: str) -> list[f
     width = _normal_cdf(z_upper) - cdf_lower
     if not width >= _MIN_PROBABILITY:
         raise ValueError(
-            f"initializer of table {name!r}: a normal with mean {mean} and std_dev {abs(std)} has no probability in "
-            f"[{lower}, {upper}]; widen the interval or use CONSTANT"
+            f"a normal with mean {mean} and std_dev {abs(std)} has no probability in [{lower}, {upper}]; "
+            "widen the interval or use CONSTANT"
         )
     return [mean, std, cdf_lower, width, lower, upper]
 
 
-_PACKERS: dict[str, tuple[int, Callable[[DynamicEmbInitializerArgs, str], list[float]]]] = {
-    "normal": (NORMAL, _pack_normal),
-    "truncated_normal": (TRUNCATED_NORMAL, _pack_truncated_normal),
-    "uniform": (UNIFORM, _pack_uniform),
-    "constant": (CONSTANT, _pack_constant),
-    "debug": (DEBUG, _pack_debug),
+_PACKERS: dict[DynamicEmbInitializerMode, tuple[int, Callable[[DynamicEmbInitializerArgs], list[float]]]] = {
+    DynamicEmbInitializerMode.NORMAL: (NORMAL, _pack_normal),
+    DynamicEmbInitializerMode.TRUNCATED_NORMAL: (TRUNCATED_NORMAL, _pack_truncated_normal),
+    DynamicEmbInitializerMode.UNIFORM: (UNIFORM, _pack_uniform),
+    DynamicEmbInitializerMode.CONSTANT: (CONSTANT, _pack_constant),
+    DynamicEmbInitializerMode.DEBUG: (DEBUG, _pack_debug),
 }

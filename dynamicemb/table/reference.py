@@ -4,13 +4,25 @@ Slow and obvious on purpose. It knows buckets (an id competes only with ids of i
 beyond which bucket an id belongs to and how ties are broken.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamicemb.table.layout import fmix64, locate
 from dynamicemb.table.scores import SCORE_LFU
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def mixed(key: int) -> int:
+    """Return murmur3's fmix64 of an id, in plain integers."""
+    mask = 2**64 - 1
+    h = key & mask
+    h ^= h >> 33
+    h = h * 0xFF51AFD7ED558CCD & mask
+    h ^= h >> 33
+    h = h * 0xC4CEB9FE1A85EC53 & mask
+    return h ^ h >> 33
 
 
 @dataclass
@@ -57,7 +69,7 @@ class ReferenceTable:
 
     def bucket(self, key: int) -> Bucket:
         """Return the bucket of an id."""
-        return self.buckets[int(locate(np.array([key], np.int64), len(self.buckets), 1)[0][0])]
+        return self.buckets[(mixed(key) >> 20) % len(self.buckets)]
 
     def get(self, key: int) -> Entry | None:
         """Return what the table holds of an id."""
@@ -112,7 +124,7 @@ class ReferenceTable:
         # Erased slots whose steps are over are as good as empty.
         bucket.ghosts = [tag for tag in bucket.ghosts if tag >= oldest]
         if len(bucket.entries) + len(bucket.ghosts) >= self.bucket_capacity:
-            candidates = [(e.score, int(fmix64(np.int64(k))), k) for k, e in bucket.entries.items() if e.tag < oldest]
+            candidates = [(e.score, mixed(k), k) for k, e in bucket.entries.items() if e.tag < oldest]
             if not candidates:
                 self.counts["failed"] += 1
                 return None

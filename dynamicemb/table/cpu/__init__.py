@@ -24,6 +24,6 @@ __all__ = [
     "rebase",
     "rebuild",
     "scan",
-    "update",
+    #    "update",
     "write_rows",
 ]

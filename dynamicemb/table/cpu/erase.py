@@ -7,9 +7,11 @@ from numba import njit, prange
 from dynamicemb.table.cpu.hashing import bucket_of, digest_of, group_of, mix
 from dynamicemb.table.cpu.memory import read_i64, write_u8
 from dynamicemb.table.cpu.probe import index_view, probe
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.index import ERASED, OLDEST, Index
 
 
+@launcher("ids")
 def erase(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
     """Remove ids; their slots keep their rows, and their tags protect them until the steps that touched them are over.
 
@@ -30,6 +32,7 @@ def erase(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.
     return torch.from_numpy(erased)
 
 
+@launcher("index")
 def rebuild(index: Index, table: int) -> None:
     """Place every id of a table anew so that erased slots become empty, except those still protected.
 

@@ -7,13 +7,14 @@ from numba import njit, prange
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, lowest_byte, mix
 from dynamicemb.table.cpu.memory import atomic_add_i64, prefetch, read_i32, read_i64, read_u64, write_i32, write_i64
 from dynamicemb.table.cpu.probe import index_view, probe
-from dynamicemb.table.cpu.threads import num_parts
+from dynamicemb.table.cpu.threads import launcher, num_parts
 from dynamicemb.table.index import HITS, MISSES, Index
 
 # Ids whose cache misses overlap: each phase of the kernel runs over a block and asks for what the next phase reads.
 _BLOCK = 32
 
 
+@launcher("ids")
 def find(
     index: Index,
     ids: torch.Tensor,

@@ -5,6 +5,7 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dynamicemb.table.cpu.memory import F32
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
     fill,
@@ -20,9 +21,10 @@ from dynamicemb.table.cpu.vectors import (
 )
 from dynamicemb.table.rows import RowStore
 
-_AHEAD = 12
+_AHEAD = 16
 
 
+@launcher("rows")
 def gather(
     store: RowStore,
     rows: torch.Tensor,

@@ -7,7 +7,7 @@ from numba import njit, prange
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, mix
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
 from dynamicemb.table.cpu.probe import index_view, next_group, probe
-from dynamicemb.table.cpu.threads import num_threads
+from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, Index
 from dynamicemb.table.results import InsertResult
 
@@ -18,6 +18,7 @@ _EVICTED = 2
 _FAILED = 3
 
 
+@launcher("rows")
 def insert(
     index: Index,
     ids: torch.Tensor,

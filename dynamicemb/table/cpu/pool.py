@@ -7,6 +7,7 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dynamicemb.table.cpu.memory import f32_at
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
     add_scaled,
@@ -26,7 +27,7 @@ from dynamicemb.table.cpu.vectors import (
 from dynamicemb.table.layout import POOLING_MEAN, FeatureLayout
 from dynamicemb.table.rows import RowStore
 
-_AHEAD = 12
+_AHEAD = 16
 
 
 class BagsView(NamedTuple):
@@ -76,6 +77,7 @@ def bag_position(bags, k, feature):
     return (k - feature * bags.batch_size) * bags.width + read_i64(bags.column_offsets, feature)
 
 
+@launcher("rows")
 def pool(
     store: RowStore,
     rows: torch.Tensor,
@@ -131,8 +133,8 @@ def _pool(store, bags, missing_values, outputs, num_parts):
 def _pool_part(store, bags, missing_values, outputs, part, num_parts):
     out_address, out_dtype, scratch, scratch_dim = outputs
     sums = scratch + part * scratch_dim * 4
-    first = split_point(bags.offsets, bags.num_bags, part, num_parts)
-    for k in range(first, split_point(bags.offsets, bags.num_bags, part + 1, num_parts)):
+    first = split_point(bags.offsets, 1, bags.num_bags, part, num_parts)
+    for k in range(first, split_point(bags.offsets, 1, bags.num_bags, part + 1, num_parts)):
         feature = k // bags.batch_size
         table = np.int64(read_i32(bags.feature_tables, feature))
         begin = read_i64(bags.offsets, k)
@@ -166,6 +168,7 @@ def _sum_bag(store, bags, sums, bag, missing_value):
                 values[d] += missing
 
 
+@launcher("rows")
 def pool_weights_grad(
     store: RowStore, rows: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout, grad: torch.Tensor
 ) -> torch.Tensor:
@@ -205,8 +208,8 @@ def _pool_weights_grad_part(store, bags, gradient, out, part, num_parts):
     grad_address, grad_dtype, scratch, scratch_dim = gradient
     bag_grad = scratch + part * 2 * scratch_dim * 4
     weights = bag_grad + scratch_dim * 4
-    first = split_point(bags.offsets, bags.num_bags, part, num_parts)
-    for k in range(first, split_point(bags.offsets, bags.num_bags, part + 1, num_parts)):
+    first = split_point(bags.offsets, 1, bags.num_bags, part, num_parts)
+    for k in range(first, split_point(bags.offsets, 1, bags.num_bags, part + 1, num_parts)):
         feature = k // bags.batch_size
         table = np.int64(read_i32(bags.feature_tables, feature))
         dim = np.int64(read_i32(store.dims, table))

@@ -4,10 +4,11 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from dynamicemb.table.cpu.threads import num_parts
+from dynamicemb.table.cpu.threads import launcher, num_parts
 from dynamicemb.table.index import Index
 
 
+@launcher("index")
 def scan(index: Index, table: int, min_score: int = 0) -> torch.Tensor:
     """Return the occupied slots of a table whose score is at least ``min_score``.
 

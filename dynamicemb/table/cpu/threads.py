@@ -1,11 +1,15 @@
 """Threads of the CPU kernels: as many as torch uses, in a layer that survives several callers."""
 
+import functools
+import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numba
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # numba's fall-back threading layer aborts the process when two threads launch at once; one launch at a time is safe in all.
 _LAUNCH = threading.Lock()
@@ -27,15 +31,27 @@ def num_parts(size: int, smallest: int) -> int:
     return max(1, min(num_threads() * 4, size // smallest))
 
 
-@contextmanager
-def launch(size: int) -> Iterator[None]:
-    """Hold the launch lock and give numba its number of threads.
+def launcher(size_of: str) -> Callable[[_Function], _Function]:
+    """Decorate a launcher: it holds the launch lock and gives numba its number of threads.
 
     Args:
-        size: items of work; few items run on one thread, which spares them the barrier.
+        size_of: the parameter that tells how much work there is, by the elements of a tensor or the slots of an index;
+            little work runs on one thread, which spares it the barrier.
     """
-    threads = num_threads() if size >= _PARALLEL_FROM else 1
-    with _LAUNCH:
-        if numba.get_num_threads() != threads:
-            numba.set_num_threads(threads)
-        yield
+
+    def decorate(function: _Function) -> _Function:
+        position = list(inspect.signature(function).parameters).index(size_of)
+
+        @functools.wraps(function)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            work = args[position] if position < len(args) else kwargs[size_of]
+            size = work.numel() if isinstance(work, torch.Tensor) else work.num_slots
+            threads = num_threads() if size >= _PARALLEL_FROM else 1
+            with _LAUNCH:
+                if numba.get_num_threads() != threads:
+                    numba.set_num_threads(threads)
+                return function(*args, **kwargs)
+
+        return launch  # type: ignore[return-value]
+
+    return decorate

@@ -15,11 +15,13 @@ from dynamicemb.table.cpu.memory import (
     f32_to_f16,
     u16_at,
 )
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.rows import RowStore
 
 DTYPE_CODES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 
 
+@launcher("rows")
 def read_rows(store: RowStore, table: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy rows of one table out.
 
@@ -38,6 +40,7 @@ def read_rows(store: RowStore, table: int, rows: torch.Tensor) -> tuple[torch.Te
     return weights, state
 
 
+@launcher("rows")
 def write_rows(store: RowStore, table: int, rows: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None) -> None:
     """Overwrite rows of one table; weights are rounded to nearest.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from dynamicemb.table.cpu.memory import (
@@ -52,6 +52,20 @@ read_i32 = _reader(types.int32, ir.IntType(32))
 read_f32 = _reader(types.float32, ir.FloatType())
 
 
+@intrinsic
+def _as_i64(typingctx, address):
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@njit(inline="always")
+def i64_at(address, n):
+    """View ``n`` int64 at an address."""
+    return carray(_as_i64(address), (n,))
+
+
 class StoreView(NamedTuple):
     """What kernels read of a ``RowStore``: addresses of its arrays, and ``dtype`` as a code of ``memory.py``."""
 
@@ -75,7 +89,7 @@ def store_view(store: RowStore) -> StoreView:
     )
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def row_address(store, row, table):
     """Return the address of a row, ``row >= 0``."""
     r = np.int64(row)
@@ -83,21 +97,21 @@ def row_address(store, row, table):
     return read_i64(store.chunk_bases, r >> store.chunk_shift) + within * read_i64(store.row_bytes, table)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def prefetch_row(store, row, table, num_bytes):
     """Ask for the first ``num_bytes`` bytes of a row; nothing for row -1."""
     if row >= 0:
         prefetch_span(row_address(store, row, table), num_bytes)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def prefetch_span(address, num_bytes):
     """Ask for the cache lines of ``num_bytes`` bytes."""
     for i in range(0, min(num_bytes, _MAX_PREFETCH), _CACHE_LINE):
         prefetch(address + i)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def item_size(dtype):
     """Return the bytes of one value."""
     return np.int64(4) if dtype == F32 else np.int64(2)
@@ -191,22 +205,26 @@ def dot(a_address, b_address, n):
 
 
 @njit(error_model="numpy")
-def split_point(starts, num_ranges, part, num_parts):
-    """Return where part ``part`` of ``num_parts`` begins among ranges ``starts[k]..starts[k+1]`` (an i64 address).
+def split_point(starts, wide, num_ranges, part, num_parts):
+    """Return where part ``part`` of ``num_parts`` begins among ranges ``starts[k]..starts[k+1]``.
+
+    ``starts`` is the address of int64 if ``wide``, else of int32.
 
     Parts hold whole ranges and about the same number of ranges plus elements.
 
     Example: ``starts = [0, 1, 2, 9]`` in two parts: the weights are 2, 2, 8, half of their sum is 6, the first range
-    that starts there or later is none: ``split_point(.., 3, 1, 2) = 3``, part 0 holds all.
+    that starts there or later is none: ``split_point(.., .., 3, 1, 2) = 3``, part 0 holds all.
     """
     if part >= num_parts:
         return num_ranges
-    target = (read_i64(starts, num_ranges) + num_ranges) * part // num_parts
+    total = (read_i64(starts, num_ranges) if wide else np.int64(read_i32(starts, num_ranges))) + num_ranges
+    target = total * part // num_parts
     low = np.int64(0)
     high = np.int64(num_ranges)
     while low < high:
         middle = (low + high) // 2
-        if read_i64(starts, middle) + middle < target:
+        start = read_i64(starts, middle) if wide else np.int64(read_i32(starts, middle))
+        if start + middle < target:
             low = middle + 1
         else:
             high = middle
