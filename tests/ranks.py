@@ -45,6 +45,10 @@ def _set_up_group(rank: int, world_size: int, store: str, current: list[str]) ->
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIME_LIMIT_S)
     )
+    # TorchRec broadcasts a flag in its first model only; ranks that served other world sizes before would not take part.
+    flags = sys.modules.get("torchrec.distributed.collective_utils")
+    if flags is not None:
+        flags._INITIALIZED = False  # type: ignore[attr-defined]
     current[:] = [store]
 
 

@@ -25,8 +25,9 @@ STATIC_DP = Table("s_dp", ("g2",), sharding="data_parallel", num_embeddings=12)
 CASES = {
     "ec": Case((A, B, C), pooled=False),
     "ec-dedup": Case((A, B, C), pooled=False, dedup=True),
-    "ec-mixed": Case((A, STATIC_RW, B, STATIC_TW, STATIC_DP), pooled=False),
-    "ec-mixed-dedup": Case((STATIC_TW, A, STATIC_RW, B, STATIC_DP), pooled=False, dedup=True),
+    # Not data-parallel: FBGEMM's dense sequence lookup is broken on CPUs, without dynamic tables too.
+    "ec-mixed": Case((A, STATIC_RW, B, STATIC_TW), pooled=False),
+    "ec-mixed-dedup": Case((STATIC_TW, A, STATIC_RW, B), pooled=False, dedup=True),
     "ec-int32": Case((A, B), pooled=False, dedup=True, id_dtype=torch.int32),
     "ebc": Case((A, B, C), pooled=True),
     "ebc-mean": Case((A, MEAN), pooled=True),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -46,7 +46,10 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         averaged: list[str] = []
         for config in self._embedding_bag_configs:
             own = not is_dynamic(plan[config.name]) and config.pooling is PoolingType.MEAN
-            if own and plan[config.name].sharding_type in ("row_wise", "table_row_wise"):
+            if own and plan[config.name].sharding_type in (
+                ShardingType.ROW_WISE.value,
+                ShardingType.TABLE_ROW_WISE.value,
+            ):
                 averaged.extend(config.feature_names)
         both = sorted(dynamic & set(averaged))
         if both:
@@ -142,6 +145,12 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the sharding types of a device; TorchRec lists row-wise for GPUs only, though gloo can do it too."""
+        types = list(super().sharding_types(compute_device_type))
+        row_wise = ShardingType.ROW_WISE.value
+        return types if row_wise in types else [*types, row_wise]
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicEmbeddingBagCollection]:
