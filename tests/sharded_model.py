@@ -287,9 +287,7 @@ class Reference:
         return outputs
 
 
-def pool(
-    rows: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, pooling: str
-) -> torch.Tensor:
+def pool(rows: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, pooling: str) -> torch.Tensor:
     """Return ``[B, D]``; MEAN divides by the number of ids, also of a weighted bag."""
     if weights is not None:
         rows = rows * weights[:, None]

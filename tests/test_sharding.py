@@ -1,10 +1,13 @@
 """Ranks train the same model as one process: rows, outputs, scores, whatever is shared, empty or extreme."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.sharding.dedup import deduplicate, pack_counts, unpack_counts
 from dynamicemb.table.ownership import owner_of
 from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.sharded_model import STEPS, Case, Reference, Table, initial_rows, train
@@ -35,8 +38,6 @@ CASES = {
     "ebc-weighted-mean": Case((MEAN, A), pooled=True, weighted=True),
     "ebc-mixed": Case((A, STATIC_RW, MEAN, STATIC_TW, STATIC_DP), pooled=True),
 }
-UNEVEN = {"batch_sizes": (4, 0, 3)}
-EMPTY = {"batch_sizes": (0,)}
 
 
 def check(pool: RankPool, world_size: int, case: Case) -> None:
@@ -74,3 +75,37 @@ def check_table(table: Table, results: list[dict[str, Any]], reference: Referenc
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_c02_c10_c17_ranks_equal_one_process(ranks: RankPool, case: Case, world_size: int) -> None:  # noqa: F811
     check(ranks, world_size, case)
+
+
+@pytest.mark.parametrize("name", ["ec", "ec-mixed-dedup", "ebc-mean", "ebc-weighted", "ebc-mixed"])
+@pytest.mark.parametrize("sizes", [(4, 0, 3), (0, 2), (0,)], ids=["uneven", "half-empty", "all-empty"])
+def test_c03_empty_ranks_never_hang(ranks: RankPool, name: str, sizes: tuple[int, ...]) -> None:  # noqa: F811
+    for world_size in (2, 3):
+        check(ranks, world_size, replace(CASES[name], batch_sizes=sizes))
+
+
+@pytest.mark.parametrize("name", ["ec-dedup", "ebc"])
+@pytest.mark.parametrize("empty", [("f0",), ("f2",), ("f0", "f1", "f2", "f3")])
+def test_c03_empty_features(ranks: RankPool, name: str, empty: tuple[str, ...]) -> None:  # noqa: F811
+    check(ranks, 2, replace(CASES[name], empty_features=empty))
+
+
+def test_c10_counts_stay_exact_beyond_float32() -> None:
+    counts = torch.tensor([1, 2**24 + 1, 2**53 + 1, 2**62 + 3])
+    assert torch.equal(unpack_counts(pack_counts(counts)), counts)
+
+
+def test_dedup_example_of_the_docstring() -> None:
+    batch = KeyedJaggedTensor(["x", "y"], torch.tensor([7, 5, 7, 7]), lengths=torch.tensor([2, 0, 1, 1]), stride=2)
+    unique, reverse = deduplicate(batch, [2], with_counts=True)
+    assert unique.values().tolist() == [5, 7]
+    assert unique.lengths().tolist() == [1, 1, 0, 0]
+    assert unpack_counts(unique.weights()).tolist() == [1, 3]
+    assert reverse.tolist() == [1, 0, 1, 1]
+
+
+def test_c17_static_and_dynamic_mean_are_both_divided_once(ranks: RankPool) -> None:  # noqa: F811
+    static = Table("s_mean", ("g0",), pooling="mean", sharding="row_wise", num_embeddings=12)
+    # TorchRec divides by (count + 1e-6).
+    for world_size in (1, 2):
+        check(ranks, world_size, Case((A, static, MEAN), pooled=True))

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, bag_sizes, divide_by_bag_sizes
 from dynamicemb.sharding.constraints import is_dynamic
+from dynamicemb.sharding.pooled_output import RwPooledSharding
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
 from dynamicemb.sharding.torchrec_compat import as_kjt
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
@@ -78,7 +79,10 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         qcomm_codecs_registry: dict[str, Any] | None = None,
     ) -> Any:
         """Make the sharding of a group of tables."""
-        if not is_dynamic(sharding_infos[0].param_sharding):
+        plan = sharding_infos[0].param_sharding
+        if not is_dynamic(plan):
+            if plan.sharding_type == ShardingType.ROW_WISE.value and (device is None or device.type != "meta"):
+                return RwPooledSharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.dedup import deduplicate
+from dynamicemb.sharding.empty_batch import pad_empty_batch, without_padding
 from dynamicemb.sharding.kernels import needs_counts
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
@@ -22,7 +23,18 @@ from dynamicemb.sharding.shardings import (
     share_seed,
     split_off_dynamic,
 )
+from dynamicemb.sharding.torchrec_compat import as_kjt
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
+
+
+class DynamicCollectionContext(EmbeddingCollectionContext):
+    """TorchRec's context of one batch.
+
+    Attributes:
+        is_padded: the batch had no samples and got one without ids.
+    """
+
+    is_padded: bool = False
 
 
 class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingCollection):
@@ -69,6 +81,25 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         share_seed(sharding_infos, env, device)
         return DynamicRwSequenceSharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 
+    def create_context(self) -> DynamicCollectionContext:
+        """Make the context of one batch."""
+        return DynamicCollectionContext(sharding_contexts=[])
+
+    def input_dist(self, ctx: DynamicCollectionContext, features: Any) -> Any:
+        """Start the exchange of ids; see TorchRec's method."""
+        features = as_kjt(features)
+        padded = pad_empty_batch(features)
+        ctx.is_padded = padded is not features
+        return super().input_dist(ctx, padded)
+
+    def output_dist(self, ctx: DynamicCollectionContext, output: list[torch.Tensor]) -> Any:
+        """Start the exchange of results; see TorchRec's method."""
+        return _unpadded(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(self, ctx: DynamicCollectionContext, input: Any) -> Any:
+        """Look up and start the exchange of results; see TorchRec's method."""
+        return _unpadded(ctx, super().compute_and_output_dist(ctx, input))
+
     def _create_hash_size_info(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: our deduplication needs no table sizes."""
 
@@ -84,6 +115,12 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
             ctx.reverse_indices.append(reverse)
             deduplicated.append(unique)
         return deduplicated
+
+
+def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
+    if ctx.is_padded:
+        awaitable.callbacks.append(without_padding)
+    return awaitable
 
 
 class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):

@@ -8,13 +8,13 @@ from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, Group
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
 from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
 from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
+from dynamicemb.sharding.pooled_output import RwPooledSharding
 
 # Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.
 DYNAMIC_ROW_WISE = "dynamic_row_wise"
@@ -65,7 +65,7 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
         )
 
 
-class DynamicRwPooledSharding(RwPooledEmbeddingSharding):
+class DynamicRwPooledSharding(RwPooledSharding):
     """Row-wise sharding of pooled tables."""
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
