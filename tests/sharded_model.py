@@ -157,6 +157,7 @@ def build(case: Case, world_size: int, **sharder_arguments: Any) -> Any:
     }
     fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE, "seed": SEED}
     fused_params.update(sharder_arguments)
+    fused_params = {name: value for name, value in fused_params.items() if value is not None}
     sharders = [
         DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=case.dedup),
         DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
