@@ -148,7 +148,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self._group = build_group(
             table_options, list(names), self.optimizer_spec, torch.initial_seed() if seed is None else seed, device
         )
+        self._group.learning_rate.fill_(learning_rate)
         self._empty_tensor = nn.Parameter(torch.empty(0, device=device), requires_grad=True)
+        # CUSTOMIZED tables that were never given a score.
+        self._unscored = set(names) if self._group.options.strategy == SCORE_CUSTOMIZED else set()
         self._prepare_constants(device)
 
     def _prepare_constants(self, device: torch.device) -> None:
@@ -194,6 +197,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     # Lookup
 
+    # Tables are changed behind the graph's back, so a compiled model breaks its graph here and runs the lookup eagerly.
+    @torch.compiler.disable
     def forward(
         self,
         indices: torch.Tensor,
@@ -229,7 +234,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         )
         self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
         layout = FeatureLayout(
-            self._feature_tables, self._column_offsets, self._table_features, batch.batch_size, int(self.pooling_mode)
+            self._feature_tables,
+            self._column_offsets,
+            self._table_features,
+            batch.batch_size,
+            int(self.pooling_mode),
+            self.total_D,
         )
         if not self.training:
             return self._evaluate(batch, layout)
@@ -251,8 +261,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 raise DynamicEmbError(
                     f"table {name!r} was made with training=False and has no optimizer state; call module.eval()"
                 )
-        if self._group.options.strategy == SCORE_CUSTOMIZED and not bool((self._group.index.score_values > 0).all()):
-            raise DynamicEmbError("score_strategy CUSTOMIZED: call set_score({table: score}) before training")
+        if self._group.options.strategy == SCORE_CUSTOMIZED and self._unscored:
+            raise DynamicEmbError(
+                f"score_strategy CUSTOMIZED: tables {sorted(self._unscored)} have no score; "
+                "call set_score({table: score}) before training"
+            )
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         ranges = layout.table_ranges(batch.offsets)
@@ -267,9 +280,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         lookup = _lookup(batch, layout, ranges, rows)
         output = read_rows(group, lookup, self._failed_values, self.output_dtype)
         training = TrainingStep(self, step, group.epoch)
-        output = LookupFunction.apply(
-            self._empty_tensor, batch.per_sample_weights, group, lookup, training, output
-        )
+        output = LookupFunction.apply(self._empty_tensor, batch.per_sample_weights, group, lookup, training, output)
         if not output.requires_grad:
             step.finish()
         return output
@@ -279,6 +290,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the following backward calls."""
         self.optimizer_spec = self.optimizer_spec.with_learning_rate(learning_rate)
+        self._group.learning_rate.fill_(learning_rate)
 
     def set_score(self, scores: dict[str, int]) -> None:
         """Set the score that the following training lookups leave, per table name (CUSTOMIZED).
@@ -306,6 +318,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                     stacklevel=2,
                 )
             self._group.set_score(table, value)
+            self._unscored.discard(name)
 
     def get_score(self) -> dict[str, int]:
         """Return, per table, a threshold: ids touched from now on have at least this score.
@@ -384,8 +397,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Reports
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed, erased
-        and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
+        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed,
+        erased and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
         """
         return self._group.stats()
 

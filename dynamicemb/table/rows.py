@@ -1,7 +1,7 @@
 """Value rows of a group's tables: one allocation per chunk, found by address.
 
-A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16 bytes.
-Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
+A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16
+bytes. Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
 
     address(row, t) = chunk_bases[row >> chunk_shift] + (row & (1 << chunk_shift) - 1) * row_bytes[t]
 
@@ -63,33 +63,45 @@ class RowStore:
         Raises:
             ValueError: the row ids of the group do not fit in 31 bits.
         """
+        self._describe(formats, dtype, device, _chunk_shift(capacities))
+        sizes = [rows * row_format.num_bytes(dtype) for rows, row_format in zip(capacities, formats, strict=True)]
+        self._take([_aligned(size, device) for size in sizes])
+
+    @classmethod
+    def attach(
+        cls, chunks: list[torch.Tensor], formats: list[RowFormat], dtype: torch.dtype, chunk_shift: int
+    ) -> "RowStore":
+        """Return a store over memory that exists: one chunk per table, as another store's ``chunks``."""
+        store = cls.__new__(cls)
+        store._describe(formats, dtype, chunks[0].device, chunk_shift)
+        store._take(chunks)
+        return store
+
+    def _describe(self, formats: list[RowFormat], dtype: torch.dtype, device: torch.device, chunk_shift: int) -> None:
         self.dtype = dtype
         self.device = device
         self.formats = formats
+        self.chunk_shift = chunk_shift
         self.dims = torch.tensor([f.dim for f in formats], dtype=torch.int32, device=device)
         self.num_states = torch.tensor([f.num_state for f in formats], dtype=torch.int32, device=device)
         self.row_bytes = torch.tensor([f.num_bytes(dtype) for f in formats], dtype=torch.int64, device=device)
         self.state_offsets = torch.tensor([f.state_offset(dtype) for f in formats], dtype=torch.int64, device=device)
-        self.chunk_shift = _chunk_shift(capacities)
-        self.chunks: list[torch.Tensor] = []
+
+    def _take(self, chunks: list[torch.Tensor]) -> None:
+        """Number the rows of each table's chunk and list the bases that cover them."""
+        self.chunks = chunks
         self.first_rows: list[int] = []
         bases: list[int] = []
-        for rows, row_format in zip(capacities, formats, strict=True):
+        for chunk, row_format in zip(chunks, self.formats, strict=True):
             self.first_rows.append(len(bases) << self.chunk_shift)
-            bases += self._allocate(rows, row_format.num_bytes(dtype))
+            step = row_format.num_bytes(self.dtype) << self.chunk_shift
+            bases += range(chunk.data_ptr(), chunk.data_ptr() + chunk.numel(), step)
         if len(bases) << self.chunk_shift > MAX_ROWS:
             raise ValueError(
-                f"capacity: {sum(capacities)} rows in one group need more than {MAX_ROWS} row ids; "
+                f"capacity: the tables of one group need more than {MAX_ROWS} row ids; "
                 "lower max_capacity or give the tables to several modules"
             )
-        self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=device)
-
-    def _allocate(self, rows: int, row_bytes: int) -> list[int]:
-        """Allocate one table's rows and return the chunk bases that cover them."""
-        chunk = _aligned(rows * row_bytes, self.device)
-        self.chunks.append(chunk)
-        step = row_bytes << self.chunk_shift
-        return [chunk.data_ptr() + i * step for i in range(-(-rows >> self.chunk_shift))]
+        self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -97,15 +109,9 @@ class RowStore:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Copies live elsewhere: allocate aligned memory anew and find every base again.
+        # A copy lives elsewhere: take aligned memory and find every base again.
         self.__dict__.update(state)
-        bases: list[int] = []
-        copies, self.chunks = self.chunks, []
-        for copy, row_format in zip(copies, self.formats, strict=True):
-            row_bytes = row_format.num_bytes(self.dtype)
-            bases += self._allocate(copy.numel() // row_bytes, row_bytes)
-            self.chunks[-1].copy_(copy)
-        self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
+        self._take([_aligned(chunk.numel(), self.device).copy_(chunk) for chunk in self.chunks])
 
     @property
     def num_tables(self) -> int:
@@ -115,10 +121,6 @@ class RowStore:
     def num_bytes(self) -> int:
         """Return the bytes allocated for rows."""
         return sum(chunk.untyped_storage().nbytes() for chunk in self.chunks)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the small tensors that kernels read, in the order of the ops' ``store`` argument."""
-        return [self.chunk_bases, self.dims, self.num_states, self.row_bytes, self.state_offsets]
 
 
 def _aligned(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from dynamicemb.table.cpu.advance import advance, rebase
 from dynamicemb.table.cpu.erase import erase, rebuild
 from dynamicemb.table.cpu.find import find
+from dynamicemb.table.cpu.find_or_insert import find_or_insert
 from dynamicemb.table.cpu.gather import gather
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
@@ -15,6 +16,7 @@ __all__ = [
     "advance",
     "erase",
     "find",
+    "find_or_insert",
     "gather",
     "initialize",
     "insert",
@@ -24,6 +26,6 @@ __all__ = [
     "rebase",
     "rebuild",
     "scan",
-    #    "update",
+    "update",
     "write_rows",
 ]

@@ -57,7 +57,7 @@ def bags_view(
         layout.column_offsets.data_ptr(),
         offsets.numel() - 1,
         layout.batch_size,
-        int(layout.column_offsets[-1]),
+        layout.width,
         0 if per_sample_weights is None else per_sample_weights.data_ptr(),
         int(layout.pooling == POOLING_MEAN),
     )

@@ -1,8 +1,9 @@
 """Rows as fp32 vectors: where a row is, and load, add, dot and store for weights of any dtype.
 
-Everything is an address: numba counts references to arrays atomically at each call that is not inlined, which costs more
-than the row when threads share the arrays. One compiled signature also serves every dtype. Callers keep the tensors alive.
-Sums run in a fixed order and multiply-adds are not contracted, so results do not depend on the thread count.
+Everything is an address: numba counts references to arrays atomically at each call that is not inlined, which costs
+more than the row when threads share the arrays. One compiled signature also serves every dtype. Callers keep the
+tensors alive. Sums run in a fixed order and multiply-adds are not contracted, so results do not depend on the thread
+count.
 """
 
 from typing import NamedTuple

@@ -1,0 +1,209 @@
+"""The kernels as ``torch.library`` ops, for ``torch.compile``, ``torch.export`` and the profiler.
+
+Ops take tensors and numbers only, so a group's index and rows are flattened: ``index`` is ``Index.tensors()``; the rows
+are their chunks and what the row formats are. Eager code calls the launchers directly: flattening and dispatch cost
+more than a small step can bear (``docs/architecture.md`` has the numbers).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
+from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.index import Index
+from dynamicemb.table.initializers import InitializerTable
+from dynamicemb.table.layout import FeatureLayout
+from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.rows import RowFormat, RowStore
+
+_INDEX = "Tensor{0}[] index, int bucket_capacity, bool accumulate"
+_STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift"
+_BATCH = "Tensor ids, Tensor table_ranges"
+_LAYOUT = (
+    "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling, SymInt width"
+)
+
+_SCHEMAS = {
+    "find": f"({_INDEX.format('')}, {_BATCH}) -> Tensor",
+    "find_and_touch": f"({_INDEX.format('(a!)')}, {_BATCH}, Tensor? frequencies) -> Tensor",
+    "insert": f"({_INDEX.format('(a!)')}, {_BATCH}, Tensor(b!) rows, Tensor? frequencies)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "erase": f"({_INDEX.format('(a!)')}, {_BATCH}) -> Tensor",
+    "scan": f"({_INDEX.format('')}, int table, int min_score) -> Tensor",
+    "initialize": f"({_STORE.format('(a!)')}, Tensor modes, Tensor params, Tensor keys, Tensor rows, Tensor ids,"
+    " Tensor tables, Tensor state_values) -> ()",
+    "gather": f"({_STORE.format('')}, Tensor rows, Tensor table_ranges, Tensor missing_values,"
+    " ScalarType output_dtype) -> Tensor",
+    "pool": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT},"
+    " Tensor? per_sample_weights, Tensor missing_values, ScalarType output_dtype) -> Tensor",
+    "update": f"({_STORE.format('(a!)')}, {_BATCH}, Tensor rows, Tensor offsets, {_LAYOUT},"
+    " Tensor? per_sample_weights, Tensor grad, Tensor clock, Tensor learning_rate, Tensor table_keys,"
+    " int kind, float[] settings, bool gradient_clipping, bool stochastic_rounding) -> ()",
+    "pool_weights_grad": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT}, Tensor grad) -> Tensor",
+}
+
+# What an optimizer's numbers are called, in the order of ``update``'s ``settings``.
+_SETTINGS = ("eps", "beta1", "beta2", "weight_decay", "max_gradient")
+
+_library = torch.library.Library("dynamicemb", "DEF")
+
+
+def _index(tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> Index:
+    return Index.from_tensors(tensors, bucket_capacity, accumulate)
+
+
+def _store(
+    chunks: list[torch.Tensor], dims: list[int], num_states: list[int], dtype: torch.dtype, chunk_shift: int
+) -> RowStore:
+    formats = [RowFormat(dim, num_state) for dim, num_state in zip(dims, num_states, strict=True)]
+    return RowStore.attach(chunks, formats, dtype, chunk_shift)
+
+
+def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, bool]:
+    """Return the first arguments of the ops on an index."""
+    return index.tensors(), index.bucket_capacity, index.accumulate
+
+
+def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], list[int], torch.dtype, int]:
+    """Return the first arguments of the ops on rows."""
+    dims, states = [f.dim for f in store.formats], [f.num_state for f in store.formats]
+    return store.chunks, dims, states, store.dtype, store.chunk_shift
+
+
+def layout_arguments(layout: FeatureLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    """Return the layout arguments of the pooling ops."""
+    return (
+        layout.feature_tables,
+        layout.column_offsets,
+        layout.table_features,
+        layout.batch_size,
+        layout.pooling,
+        layout.width,
+    )
+
+
+def optimizer_arguments(spec: OptimizerSpec) -> tuple[int, list[float], bool, bool]:
+    """Return the last arguments of ``update``."""
+    return (
+        int(spec.kind),
+        [getattr(spec, name) for name in _SETTINGS],
+        spec.gradient_clipping,
+        spec.stochastic_rounding,
+    )
+
+
+# Implementations: unflatten, then call the kernels of the device.
+
+
+def _find(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    return kernels_for(ids.device).find(_index(index, bucket_capacity, accumulate), ids, ranges, False)
+
+
+def _find_and_touch(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    ranges, frequencies = rest
+    return kernels_for(ids.device).find(_index(index, bucket_capacity, accumulate), ids, ranges, True, frequencies)
+
+
+def _insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> Any:
+    return tuple(kernels_for(ids.device).insert(_index(index, bucket_capacity, accumulate), ids, *rest))
+
+
+def _erase(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    return kernels_for(ids.device).erase(_index(index, bucket_capacity, accumulate), ids, ranges)
+
+
+def _scan(index: Any, bucket_capacity: int, accumulate: bool, table: int, min_score: int) -> torch.Tensor:
+    return kernels_for(index[0].device).scan(_index(index, bucket_capacity, accumulate), table, min_score)
+
+
+def _initialize(*args: Any) -> None:
+    store, (modes, params, keys, *rest) = _store(*args[:5]), args[5:]
+    kernels_for(store.device).initialize(store, InitializerTable(modes, params, keys), *rest)
+
+
+def _gather(*args: Any) -> torch.Tensor:
+    store = _store(*args[:5])
+    return kernels_for(store.device).gather(store, *args[5:])
+
+
+def _pool(*args: Any) -> torch.Tensor:
+    store, (rows, offsets, *layout) = _store(*args[:5]), args[5:13]
+    weights, missing_values, output_dtype = args[13:]
+    kernels = kernels_for(store.device)
+    return kernels.pool(store, rows, offsets, FeatureLayout(*layout), weights, missing_values, output_dtype)
+
+
+def _pool_weights_grad(*args: Any) -> torch.Tensor:
+    store, (rows, offsets, *layout), grad = _store(*args[:5]), args[5:13], args[13]
+    return kernels_for(store.device).pool_weights_grad(store, rows, offsets, FeatureLayout(*layout), grad)
+
+
+def _update(*args: Any) -> None:
+    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:5]), args[5:15]
+    weights, grad, clock, learning_rate, table_keys, kind, settings, clipping, stochastic = args[15:]
+    spec = OptimizerSpec(
+        OptimizerKind(kind),
+        gradient_clipping=clipping,
+        stochastic_rounding=stochastic,
+        **dict(zip(_SETTINGS, settings, strict=True)),
+    )
+    lookup = Lookup(ids, rows, table_ranges, offsets, FeatureLayout(*layout), weights)
+    kernels_for(store.device).update(store, spec, lookup, grad, clock, learning_rate, table_keys)
+
+
+# Fakes: shapes and dtypes without data.
+
+
+def _fake_rows(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.int32)
+
+
+def _fake_insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> Any:
+    context = torch.library.get_ctx()
+    new, evicted = context.new_dynamic_size(), context.new_dynamic_size()
+    return tuple(ids.new_empty(size) for size in (new, evicted, evicted, evicted))
+
+
+def _fake_erase(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.bool)
+
+
+def _fake_scan(index: Any, *rest: Any) -> torch.Tensor:
+    return index[0].new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+def _fake_gather(*args: Any) -> torch.Tensor:
+    dims, rows, output_dtype = args[1], args[5], args[8]
+    return rows.new_empty(rows.shape[0], dims[0], dtype=output_dtype)
+
+
+def _fake_pool(*args: Any) -> torch.Tensor:
+    rows, batch_size, width, output_dtype = args[5], args[10], args[12], args[15]
+    return rows.new_empty(batch_size, width, dtype=output_dtype)
+
+
+def _fake_pool_weights_grad(*args: Any) -> torch.Tensor:
+    return args[5].new_empty(args[5].shape, dtype=torch.float32)
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "find": (_find, _fake_rows),
+    "find_and_touch": (_find_and_touch, _fake_rows),
+    "insert": (_insert, _fake_insert),
+    "erase": (_erase, _fake_erase),
+    "scan": (_scan, _fake_scan),
+    "initialize": (_initialize, lambda *args: None),
+    "gather": (_gather, _fake_gather),
+    "pool": (_pool, _fake_pool),
+    "update": (_update, lambda *args: None),
+    "pool_weights_grad": (_pool_weights_grad, _fake_pool_weights_grad),
+}
+
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+    _implementation, _fake = _IMPLEMENTATIONS[_name]
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"dynamicemb::{_name}", _fake, lib=_library)

@@ -1,0 +1,267 @@
+"""A hypothesis state machine: a module of two tables against the dict oracle.
+
+Two tables share one module (three features, mixed dims), small enough that most runs evict. Forwards may stay
+outstanding; their backward comes later, never, or after an erase took the row away.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.table.cpu.initialize import initial_values
+from dynamicemb.table.reference import Entry, ReferenceTable
+from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from tests.tables import UNIFORM, use_backend
+
+INT64 = np.iinfo(np.int64)
+IDS = [-4, -3, -2, -1, 0, INT64.min, INT64.max, *range(1, 54)]
+FEATURE_TABLES = [0, 0, 1]
+DIMS = [4, 3]
+COLUMNS = [0, 4, 8, 11]
+SCORES = {
+    SCORE_TIMESTAMP: DynamicEmbScoreStrategy.TIMESTAMP,
+    SCORE_STEP: DynamicEmbScoreStrategy.STEP,
+    SCORE_CUSTOMIZED: DynamicEmbScoreStrategy.CUSTOMIZED,
+    SCORE_LFU: DynamicEmbScoreStrategy.LFU,
+}
+
+
+@dataclass
+class Pending:
+    """A forward whose backward has not run: what each occurrence read."""
+
+    number: int
+    output: torch.Tensor
+    bags: list[list[int]]
+    entries: list[list[Entry | None]]
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Subclasses choose the backend and sizes."""
+
+    backend = "cpu"
+    capacities = (32, 16)
+    bag_size = 10
+    batch_size = 2
+    examples = 0
+    evicting_examples = 0
+    failing_examples = 0
+
+    @initialize(
+        strategy=st.sampled_from(sorted(SCORES)),
+        protect_steps=st.sampled_from([0, 0, 0, 1]),
+        adagrad=st.booleans(),
+        warm_up=st.sampled_from([4, 4, 4, 4, 4, 4, 4, 4, 4, 0]),
+    )
+    def construct(self, strategy: int, protect_steps: int, adagrad: bool, warm_up: int) -> None:
+        self.strategy, self.protect_steps = strategy, protect_steps
+        options = [
+            DynamicEmbTableOptions(
+                dim=dim,
+                max_capacity=capacity,
+                bucket_capacity=16,
+                score_strategy=SCORES[strategy],
+                initializer_args=UNIFORM,
+                protect_steps=protect_steps,
+            )
+            for dim, capacity in zip(DIMS, self.capacities, strict=True)
+        ]
+        self.learning_rate = 0.5
+        self.adagrad = adagrad
+        self.module = BatchedDynamicEmbeddingTablesV2(
+            options,
+            ["a", "b"],
+            FEATURE_TABLES,
+            optimizer="exact_adagrad" if adagrad else "sgd",
+            learning_rate=self.learning_rate,
+            eps=1e-3 if adagrad else 1e-8,
+            seed=3,
+        )
+        group = self.module.tables
+        use_backend(group, self.backend)
+        self.oracles = [
+            ReferenceTable(c // 16, 16, strategy, lambda key, t=t: self.new_row(t, key))
+            for t, c in enumerate(self.capacities)
+        ]
+        if strategy == SCORE_CUSTOMIZED:
+            self.module.set_score({"a": 3, "b": 5})
+        self.step = 0
+        self.pending: list[Pending] = []
+        self.dropped = [0, 0]
+        for seed in range(warm_up):
+            self.backward(self.forward(self.bags(seed, self.bag_size)))
+
+    def new_row(self, table: int, key: int) -> tuple[np.ndarray, np.ndarray]:
+        values = initial_values(self.module.tables.initializers, table, torch.tensor([key]), DIMS[table])
+        return values[0].numpy().copy(), np.zeros(DIMS[table] if self.adagrad else 0, np.float32)
+
+    # Batches
+
+    def batches(self) -> st.SearchStrategy[list[list[int]]]:
+        """Draw a batch by seed: lists drawn element by element are too short to fill a table."""
+        return st.builds(self.bags, st.integers(0, 2**16), st.sampled_from([0, 1, *[self.bag_size] * 4]))
+
+    def bags(self, seed: int, bag_size: int) -> list[list[int]]:
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(0, bag_size + 1, len(FEATURE_TABLES) * self.batch_size)
+        return [[IDS[i] for i in rng.integers(0, len(IDS), size)] for size in sizes]
+
+    def tensors(self, bags: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor([key for bag in bags for key in bag], dtype=torch.int64)
+        return ids, torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
+
+    def table_of_bag(self, k: int) -> int:
+        return FEATURE_TABLES[k // self.batch_size]
+
+    def cells(self, matrix: torch.Tensor, k: int) -> np.ndarray:
+        """Return the columns of bag ``k`` in a ``[B, total_D]`` matrix."""
+        feature, sample = divmod(k, self.batch_size)
+        return matrix.detach().numpy()[sample, COLUMNS[feature] : COLUMNS[feature + 1]]
+
+    def check_output(self, output: torch.Tensor, entries: list[list[Entry | None]]) -> None:
+        for k, bag in enumerate(entries):
+            expected = np.zeros(DIMS[self.table_of_bag(k)], np.float32)
+            for entry in bag:
+                if entry is not None:
+                    expected += entry.weights
+            np.testing.assert_array_equal(self.cells(output, k), expected)
+
+    # Training
+
+    def forward(self, bags: list[list[int]], frequencies: list[int] | None = None) -> Pending:
+        ids, offsets = self.tensors(bags)
+        counts = None if frequencies is None else torch.tensor(frequencies[: ids.numel()], dtype=torch.int64)
+        output = self.module(ids, offsets, frequency_counters=counts)
+        self.step += 1
+        oldest = max(1, min([self.step, *(p.number for p in self.pending)]) - self.protect_steps)
+        values = self.module.tables.index.score_values.tolist()
+        entries: list[list[Entry | None]] = [[] for _ in bags]
+        for t, oracle in enumerate(self.oracles):
+            mine = [k for k in range(len(bags)) if self.table_of_bag(k) == t]
+            begin = sum(len(bag) for bag in bags[: mine[0]])
+            keys = [key for k in mine for key in bags[k]]
+            part = None if frequencies is None else frequencies[begin : begin + len(keys)]
+            found, _ = oracle.lookup(keys, part, values[t], self.step, oldest)
+            for k in mine:
+                entries[k], found = found[: len(bags[k])], found[len(bags[k]) :]
+        self.check_output(output, entries)
+        return Pending(self.step, output, bags, entries)
+
+    def backward(self, pending: Pending) -> None:
+        rng = np.random.default_rng(pending.number)
+        grad = torch.from_numpy(rng.integers(-8, 9, pending.output.shape).astype(np.float32) / 4)
+        pending.output.backward(grad)
+        sums: dict[int, tuple[Entry, np.ndarray]] = {}
+        for k, (bag, entries) in enumerate(zip(pending.bags, pending.entries, strict=True)):
+            table = self.table_of_bag(k)
+            for key, entry in zip(bag, entries, strict=True):
+                if entry is None:
+                    continue
+                if self.oracles[table].get(key) is not entry:
+                    self.dropped[table] += 1
+                    continue
+                _, total = sums.setdefault(id(entry), (entry, np.zeros(DIMS[table], np.float32)))
+                total += self.cells(grad, k)
+        for entry, total in sums.values():
+            self.apply(entry, total)
+
+    def apply(self, entry: Entry, grad: np.ndarray) -> None:
+        rate = np.float32(self.learning_rate)
+        if self.adagrad:
+            entry.state += grad * grad
+            entry.weights -= rate * grad / (np.sqrt(entry.state) + np.float32(1e-3))
+        else:
+            entry.weights -= rate * grad
+
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        self.backward(self.forward(data.draw(self.batches())))
+
+    @precondition(lambda self: self.strategy == SCORE_LFU)
+    @rule(data=st.data(), seed=st.integers(0, 999))
+    def train_with_frequencies(self, data: st.DataObject, seed: int) -> None:
+        bags = data.draw(self.batches())
+        frequencies = np.random.default_rng(seed).integers(1, 9, sum(len(bag) for bag in bags)).tolist()
+        self.backward(self.forward(bags, frequencies))
+
+    @precondition(lambda self: len(self.pending) < 2)
+    @rule(data=st.data())
+    def forward_and_wait(self, data: st.DataObject) -> None:
+        self.pending.append(self.forward(data.draw(self.batches())))
+
+    @precondition(lambda self: self.pending)
+    @rule(newest=st.booleans())
+    def backward_of_waiting(self, newest: bool) -> None:
+        self.backward(self.pending.pop(-1 if newest else 0))
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def drop_waiting(self) -> None:
+        self.pending.pop()
+
+    @rule(data=st.data())
+    def forward_without_grad(self, data: st.DataObject) -> None:
+        with torch.no_grad():
+            self.forward(data.draw(self.batches()))
+
+    # Everything else
+
+    @rule(data=st.data())
+    def evaluate(self, data: st.DataObject) -> None:
+        bags = data.draw(self.batches())
+        before = [tensor.clone() for tensor in self.module.tables.index.tensors()]
+        self.module.eval()
+        output = self.module(*self.tensors(bags))
+        self.module.train()
+        self.check_output(output, [[self.oracles[self.table_of_bag(k)].get(i) for i in b] for k, b in enumerate(bags)])
+        for old, new in zip(before, self.module.tables.index.tensors(), strict=True):
+            assert torch.equal(old, new)
+
+    @rule(table=st.sampled_from([0, 1]), ids=st.lists(st.sampled_from(IDS), max_size=8))
+    def erase(self, table: int, ids: list[int]) -> None:
+        count = self.module.erase("ab"[table], torch.tensor(ids, dtype=torch.int64))
+        assert count == self.oracles[table].erase(ids)
+
+    @precondition(lambda self: self.strategy == SCORE_CUSTOMIZED)
+    @rule(a=st.integers(1, 9), b=st.integers(1, 9))
+    def set_score(self, a: int, b: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.module.set_score({"a": a, "b": b})
+
+    @rule(rate=st.sampled_from([0.25, 0.5, 1.0]))
+    def set_learning_rate(self, rate: float) -> None:
+        self.module.set_learning_rate(rate)
+        self.learning_rate = rate
+
+    @invariant()
+    def contents_are_equal(self) -> None:
+        group = self.module.tables
+        group.check_invariants()
+        stats = self.module.stats()
+        for t, (name, oracle) in enumerate(zip("ab", self.oracles, strict=True)):
+            slots = group.scan(t)
+            ids = group.index.keys[slots].tolist()
+            entries = oracle.entries()
+            assert sorted(ids) == sorted(entries)
+            weights, state = group.read(t, group.index.rows[slots])
+            scores = group.index.scores[slots].tolist()
+            for i, key in enumerate(ids):
+                assert scores[i] == entries[key].score, f"score of {key}"
+                np.testing.assert_array_equal(weights[i].numpy(), entries[key].weights)
+                np.testing.assert_array_equal(state[i].numpy(), entries[key].state)
+            assert {n: stats[name][n] for n in oracle.counts} == oracle.counts
+            assert stats[name]["dropped_gradients"] == self.dropped[t]
+
+    def teardown(self) -> None:
+        if hasattr(self, "oracles"):
+            kind = type(self)
+            kind.examples += 1
+            kind.evicting_examples += any(oracle.counts["evicted"] for oracle in self.oracles)
+            kind.failing_examples += any(oracle.counts["failed"] for oracle in self.oracles)
