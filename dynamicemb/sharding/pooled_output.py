@@ -50,10 +50,10 @@ class PooledOutputDist(RwPooledEmbeddingDist):
             local_embs: ``[sum of B over ranks, D]``, sums over the rows that this rank owns.
             sharding_ctx: holds the batch size of every rank.
         """
-        sizes = sharding_ctx.batch_size_per_rank if sharding_ctx is not None else []
-        uneven = len(set(sizes)) > 1 and not sharding_ctx.variable_batch_per_feature
-        if uneven and dist.get_backend(self._pg) == "gloo":
-            return NoWait(_AllToAllSum.apply(local_embs, sizes, self._pg))
+        if sharding_ctx is not None and not sharding_ctx.variable_batch_per_feature:
+            sizes = sharding_ctx.batch_size_per_rank
+            if len(set(sizes)) > 1 and dist.get_backend(self._pg) == "gloo":
+                return NoWait(_AllToAllSum.apply(local_embs, sizes, self._pg))
         return super().forward(local_embs, sharding_ctx)
 
 
