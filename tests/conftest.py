@@ -66,7 +66,7 @@ def device(backend: str) -> torch.device:
 
 
 def drop_stale_kernels() -> None:
-    """Delete compiled numba kernels older than the newest kernel source: numba notices only changes of the same file."""
+    """Delete compiled numba kernels older than the newest source: numba notices changes of the same file only."""
     folder = Path(__file__).resolve().parent.parent / "dynamicemb" / "table" / "cpu"
     newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for compiled in folder.glob("__pycache__/*.nb[ic]"):

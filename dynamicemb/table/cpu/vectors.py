@@ -2,8 +2,7 @@
 
 Everything is an address: numba counts references to arrays atomically at each call that is not inlined, which costs
 more than the row when threads share the arrays. One compiled signature also serves every dtype. Callers keep the
-tensors alive. Sums run in a fixed order and multiply-adds are not contracted, so results do not depend on the thread
-count.
+tensors alive. Sums run in a fixed order and multiply-adds are not contracted: threads change no result.
 """
 
 from typing import NamedTuple
