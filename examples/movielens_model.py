@@ -1,0 +1,129 @@
+"""The ranking model of the MovieLens example, and how its tables are distributed.
+
+Letters: B samples of one rank, F features, D embedding dim, W processes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+# Both ways of pooling a bag are in use; for a feature with one id per sample they are the same.
+MEAN_POOLED = ("genre", "user_genre")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table. rows: capacity over all processes; init_bound: initial values are uniform in +-init_bound."""
+
+    feature: str
+    rows: int
+    init_bound: float
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """Learning rates: row-wise Adagrad for the tables, Adam with decoupled weight decay for the dense layers."""
+
+    table_rate: float
+    dense_rate: float
+    weight_decay: float
+
+    def fused_params(self) -> dict[str, object]:
+        return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": self.table_rate, "eps": 1e-8}
+
+
+class RankingModel(nn.Module):
+    """DLRM: bottom MLP on dense features, pairwise dot products, top MLP on these and all vectors."""
+
+    def __init__(self, tables: EmbeddingBagCollection, num_dense: int, dim: int, hidden: int = 64) -> None:
+        super().__init__()
+        num_vectors = len(tables.embedding_bag_configs()) + 1
+        self.tables = tables
+        self.bottom = nn.Sequential(nn.Linear(num_dense, dim), nn.ReLU(), nn.Linear(dim, dim))
+        pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
+        self.register_buffer("pairs", pairs, persistent=False)
+        width = num_vectors * dim + pairs.shape[1]
+        self.top = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the logits f32[B] for dense f32[B, 3] and ids of F features."""
+        pooled = self.tables(ids).values()
+        bottom = self.bottom(dense)
+        flat = torch.cat([bottom, pooled], dim=1)
+        vectors = flat.view(dense.shape[0], -1, bottom.shape[1])
+        products = vectors @ vectors.transpose(1, 2)
+        return self.top(torch.cat([flat, products[:, self.pairs[0], self.pairs[1]]], dim=1)).squeeze(1)
+
+
+def _bag_config(table: Table, dim: int) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=f"{table.feature}_table",
+        feature_names=[table.feature],
+        num_embeddings=table.rows,
+        embedding_dim=dim,
+        pooling=PoolingType.MEAN if table.feature in MEAN_POOLED else PoolingType.SUM,
+        weight_init_min=-table.init_bound,
+        weight_init_max=table.init_bound,
+    )
+
+
+def build_model(tables: list[Table], num_dense: int, dim: int) -> RankingModel:
+    """Build the model with tables that hold no memory yet (device "meta")."""
+    configs = [_bag_config(table, dim) for table in tables]
+    return RankingModel(EmbeddingBagCollection(tables=configs, device=torch.device("meta")), num_dense, dim)
+
+
+def distribute_static(model: RankingModel, optimizers: Optimizers, device: torch.device) -> DistributedModelParallel:
+    """Shard every table by rows with TorchRec's own static tables."""
+    sharder = EmbeddingBagCollectionSharder(fused_params=optimizers.fused_params())
+    # TorchRec's planner offers no row-wise tables on a CPU, so the plan is written down.
+    plan = construct_module_sharding_plan(
+        model.tables,
+        {config.name: row_wise() for config in model.tables.embedding_bag_configs()},
+        sharder,
+        local_size=get_local_size(),
+        world_size=dist.get_world_size(),
+        device_type=device.type,
+    )
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=device,
+        plan=ShardingPlan({"tables": plan}),
+        sharders=[sharder],
+    )
+
+
+def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the exact area under the ROC curve: P(score of a positive > score of a negative), ties count one half.
+
+    Args:
+        scores: [N], any floating type.
+        labels: [N], 1 for positives, 0 for negatives.
+
+    Raises:
+        ValueError: there are no positives or no negatives.
+
+    Example: scores [0.1, 0.4, 0.4, 0.8], labels [0, 0, 1, 1] -> (1 + 0.5 + 1 + 1) / 4 = 0.875.
+    """
+    positive = labels > 0.5
+    num_positive = int(positive.sum())
+    num_negative = len(labels) - num_positive
+    if num_positive == 0 or num_negative == 0:
+        raise ValueError(f"AUC needs both classes, got {num_positive} positives and {num_negative} negatives")
+    _, level, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    # Mean rank (from 1) of the samples that share a score.
+    mean_rank = counts.cumsum(0).double() - (counts.double() - 1) / 2
+    rank_sum = float(mean_rank[level][positive].sum())
+    return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
