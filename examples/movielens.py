@@ -1,71 +1,46 @@
-"""Train a ranking model on MovieLens-100k, with dynamic tables (raw 64-bit ids) or static ones (a vocabulary).
+"""Train a ranking model on MovieLens-100k with dynamic tables (raw 64-bit ids) or static ones (a vocabulary).
 
     torchrun --nproc_per_node 2 examples/movielens.py                  # dynamic, tables smaller than the id space
     torchrun --nproc_per_node 2 examples/movielens.py --full-capacity  # dynamic, room for every id
     torchrun --nproc_per_node 2 examples/movielens.py --static         # TorchRec's own tables
     torchrun --nproc_per_node 2 examples/movielens.py --compare        # both, three seeds, mean AUC
 
-Train and held-out part are divided by one moment in time. 85 % of the held-out ratings come from users that joined
-after it, so the AUC mostly measures what was learned about films, attributes and their crosses; the AUC on the known
-users is printed beside it.
+One moment in time divides train and held-out part. 85 % of the held-out ratings come from users that joined later, so
+the AUC mostly measures what was learned about films, attributes and their crosses; the AUC on the users that the train
+part knows is printed beside it.
 """
 
 import argparse
 import logging
+import math
 import os
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+import statistics
+import sys
+import warnings
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from movielens_data import NUM_DENSE, Ratings, Vocabulary, batches, load_ratings, num_batches, temporal_split
-from movielens_model import Optimizers, Table, auc, build_model, distribute_static
+from movielens_data import NUM_DENSE, Ratings, Vocabulary
+from movielens_model import Rates, Table, build_model, distribute_dynamic, distribute_static, table_stats
+from movielens_training import Data, Result, Settings, load_data, train
 from rich.console import Console
-from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from tqdm import tqdm
+from rich.table import Table as Grid
 
-# A dynamic table may be this much worse than a static one before --compare fails.
+# --compare fails when the dynamic tables are worse than the static ones by more than this.
 MAX_AUC_LOSS = 0.005
-
-
-@dataclass(frozen=True)
-class Data:
-    """Train and held-out part, and the numbers of the held-out samples whose user is in the train part."""
-
-    train: Ratings
-    held_out: Ratings
-    known_user: np.ndarray
-
-
-@dataclass(frozen=True)
-class Result:
-    """AUC after every epoch, on all held-out samples and on those of known users."""
-
-    all_users: list[float]
-    known_users: list[float]
-    seconds: float
-
-
-def load_data() -> Data:
-    train, held_out = temporal_split(load_ratings())
-    known = np.isin(held_out.bags["user"].values[:, 0], train.unique_ids("user"))
-    return Data(train, held_out, np.flatnonzero(known))
-
-
-def encode(data: Data, vocabulary: Vocabulary) -> Data:
-    return Data(vocabulary.encode(data.train), vocabulary.encode(data.held_out), data.known_user)
+# A bucket of 128 slots overflows practically never when half of all slots are used.
+FULL_CAPACITY = 2.0
 
 
 def start_processes() -> torch.device:
-    """Join the process group of torchrun, or form one of a single process. Returns this process's device."""
+    """Join the process group of torchrun, or form one of this process alone. Returns this process's device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    else:
+        # The layers are too small to gain from threads, and waiting for them is slow when cores are shared.
+        torch.set_num_threads(1)
     backend = "nccl" if cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -74,102 +49,126 @@ def start_processes() -> torch.device:
     return device
 
 
-def predict(model: nn.Module, ratings: Ratings, batch_size: int, device: torch.device) -> torch.Tensor:
-    """Return the logits of all samples on every rank, f32[N] on the CPU."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model.eval()
-    logits, samples = [], []
-    with torch.no_grad():
-        for batch in batches(ratings, batch_size, rank, world_size):
-            batch = batch.to(device)
-            logits.append(model(batch.dense, batch.ids))
-            samples.append(batch.samples)
-    model.train()
-    gathered = []
-    for part in (torch.cat(logits), torch.cat(samples)):
-        parts = [torch.empty_like(part) for _ in range(world_size)]
-        dist.all_gather(parts, part)
-        gathered.append(torch.cat(parts).cpu())
-    real = gathered[1] >= 0
-    result = torch.empty(len(ratings))
-    result[gathered[1][real]] = gathered[0][real]
-    return result
+def make_tables(data: Data, vocabulary: Vocabulary, capacity_fraction: float | None) -> list[Table]:
+    """Return the tables: one row per word of the vocabulary, or a fraction of all ids if one is given.
+
+    The initial values depend on the vocabulary in both cases, so that runs can be compared.
+    """
+    tables = []
+    for feature in data.train.bags:
+        rows = vocabulary.size(feature)
+        bound = rows**-0.5
+        if capacity_fraction is not None:
+            rows = math.ceil(capacity_fraction * num_ids(feature, data.train, data.held_out))
+        tables.append(Table(feature, rows, bound))
+    return tables
 
 
-def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Iterable, device: torch.device) -> None:
-    """Run one pass. The tables are updated in backward, optimizer holds the dense layers."""
-    for batch in inputs:
-        batch = batch.to(device)
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def num_ids(feature: str, *parts: Ratings) -> int:
+    return len(set().union(*(part.unique_ids(feature).tolist() for part in parts)))
 
 
-def train(model: DistributedModelParallel, data: Data, args: argparse.Namespace, seed: int, label: str) -> Result:
-    """Train for args.epochs passes and measure the AUC after each."""
-    rank, world_size, device = dist.get_rank(), dist.get_world_size(), model.device
-    dense = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
-    optimizer = torch.optim.AdamW(dense, lr=args.dense_rate, weight_decay=args.weight_decay)
-    result = Result([], [], 0.0)
-    start = time.perf_counter()
-    steps = num_batches(len(data.train), args.batch_size, training=True)
-    labels = torch.from_numpy(data.held_out.labels)
-    with tqdm(total=steps * args.epochs, desc=f"{label} seed {seed}", disable=rank != 0, mininterval=0.5) as bar:
-        for epoch in range(args.epochs):
-            inputs = batches(data.train, args.batch_size, rank, world_size, seed * 1000 + epoch)
-            train_epoch(model, optimizer, advance(inputs, bar), device)
-            logits = predict(model, data.held_out, args.batch_size, device)
-            result.all_users.append(auc(logits, labels))
-            result.known_users.append(auc(logits[data.known_user], labels[data.known_user]))
-            bar.set_postfix(auc=f"{result.all_users[-1]:.4f}")
-    return Result(result.all_users, result.known_users, time.perf_counter() - start)
-
-
-def advance(inputs: Iterable, bar: tqdm) -> Iterable:
-    for batch in inputs:
-        yield batch
-        bar.update()
-
-
-def run_static(data: Data, args: argparse.Namespace, device: torch.device, seed: int) -> Result:
-    """Train with TorchRec's static tables over the vocabulary of the train part."""
+def run(args: argparse.Namespace, kind: str, data: Data, seed: int, device: torch.device) -> tuple[Result, dict]:
+    """Build and train one model. Returns the AUC by epoch and the statistics of the dynamic tables."""
+    static = kind == "static"
     vocabulary = Vocabulary(data.train)
-    sizes = {feature: vocabulary.size(feature) for feature in data.train.bags}
-    tables = [Table(feature, size, size**-0.5) for feature, size in sizes.items()]
+    tables = make_tables(data, vocabulary, None if static else args.capacity_fraction)
+    rates = Rates(args.table_rate, args.eps)
     torch.manual_seed(seed)
-    model = distribute_static(build_model(tables, NUM_DENSE, args.dim), optimizers(args), device)
-    return train(model, encode(data, vocabulary), args, seed, "static")
+    model = build_model(tables, NUM_DENSE, args.dim)
+    if static:
+        sharded = distribute_static(model, rates, device)
+        data = data.encode(vocabulary)
+    else:
+        sharded = distribute_dynamic(model, tables, rates, device, seed)
+    settings = Settings(args.epochs, args.batch_size, args.dense_rate, seed, f"{kind}, seed {seed}")
+    result = train(sharded, data, settings)
+    return result, {} if static else table_stats(sharded)
 
 
-def optimizers(args: argparse.Namespace) -> Optimizers:
-    return Optimizers(args.table_rate, args.dense_rate, args.weight_decay)
+def run_seeds(args: argparse.Namespace, kind: str, data: Data, device: torch.device, console: Console) -> float:
+    """Train once per seed, print what came out. Returns the mean AUC after the last epoch."""
+    final = []
+    for seed in args.seeds:
+        result, stats = run(args, kind, data, seed, device)
+        final.append(result.all_users[-1])
+        for epoch, (everyone, known) in enumerate(zip(result.all_users, result.known_users), start=1):
+            console.print(f"{kind}, seed {seed}, epoch {epoch}: AUC {everyone:.4f}, known users {known:.4f}")
+        if stats:
+            console.print(stats_grid(stats))
+    mean = statistics.mean(final)
+    seeds = ", ".join(str(seed) for seed in args.seeds)
+    console.print(f"{kind}: AUC {mean:.4f} (seeds {seeds}; {result.seconds:.0f} s per seed)")
+    return mean
 
 
-def parse_arguments() -> argparse.Namespace:
+def stats_grid(stats: dict[str, dict[str, float]]) -> Grid:
+    """Lay the statistics of the tables out in a grid."""
+    columns = ("size", "capacity", "load", "inserted", "evicted", "failed")
+    grid = Grid("table", title="dynamic tables, all ranks")
+    for column in columns:
+        grid.add_column(column, justify="right")
+    for name, values in stats.items():
+        shown = {
+            **{key: f"{value:,}" for key, value in values.items()},
+            "load": f"{values['size'] / values['capacity']:.0%}",
+        }
+        grid.add_row(name, *(shown[column] for column in columns))
+    return grid
+
+
+def compare(args: argparse.Namespace, data: Data, device: torch.device, console: Console) -> bool:
+    """Train with static and dynamic tables. Returns whether the dynamic ones are good enough."""
+    static, dynamic = (run_seeds(args, kind, data, device, console) for kind in ("static", "dynamic"))
+    good = dynamic >= static - MAX_AUC_LOSS
+    verdict = "ok" if good else f"more than {MAX_AUC_LOSS} below"
+    console.print(f"AUC static {static:.4f}, dynamic {dynamic:.4f}, difference {dynamic - static:+.4f}: {verdict}")
+    return good
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Ranking on MovieLens-100k", allow_abbrev=False)
-    parser.add_argument("--static", action="store_true")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--static", action="store_true", help="TorchRec's static tables over a vocabulary")
+    kind.add_argument("--compare", action="store_true", help="static and dynamic tables of full capacity")
+    capacity = parser.add_mutually_exclusive_group()
+    capacity.add_argument("--capacity-fraction", type=float, default=0.5, help="rows per distinct id (default 0.5)")
+    capacity.add_argument("--full-capacity", action="store_true", help="room for every id, nothing is evicted")
+    parser.add_argument("--seeds", help="comma-separated (default 0; 0,1,2 with --compare)")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=512, help="samples of all processes together")
     parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--table-rate", type=float, default=0.02)
-    parser.add_argument("--dense-rate", type=float, default=1e-3)
-    parser.add_argument("--weight-decay", type=float, default=1e-2)
-    return parser.parse_args()
+    parser.add_argument("--table-rate", type=float, default=0.05, help="learning rate of row-wise Adagrad")
+    parser.add_argument("--eps", type=float, default=3e-3, help="eps of row-wise Adagrad")
+    parser.add_argument("--dense-rate", type=float, default=1e-3, help="learning rate of Adam")
+    args = parser.parse_args(words)
+    args.seeds = [int(seed) for seed in (args.seeds or ("0,1,2" if args.compare else "0")).split(",")]
+    if args.full_capacity or args.compare:
+        args.capacity_fraction = FULL_CAPACITY
+    return args
 
 
-def main() -> None:
+def silence_libraries() -> None:
+    """Drop notes of torch and torchrec about their own code."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main() -> int:
     args = parse_arguments()
-    logging.getLogger().setLevel(logging.WARNING)
+    silence_libraries()
     device = start_processes()
     console = Console(quiet=dist.get_rank() != 0)
-    data = load_data()
-    for seed in args.seeds:
-        r = run_static(data, args, device, seed)
-        console.print(seed, r)
-    dist.destroy_process_group()
+    try:
+        data = load_data()
+        if args.compare:
+            return 0 if compare(args, data, device, console) else 1
+        run_seeds(args, "static" if args.static else "dynamic", data, device, console)
+        return 0
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,12 +17,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 NUM_DENSE = 3
+# Six edges make seven buckets, those of MovieLens-1M.
 AGE_EDGES = (18, 25, 35, 45, 50, 56)
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
-GENRES = (
-    ["Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy"]
-    + ["Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western", "unknown"]
-)
+FIRST_GENRE_COLUMN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -115,23 +113,15 @@ def read_files() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
 
 def _genre_bags(items: pd.DataFrame) -> Bags:
     """Return the genre numbers of every item, padded with zeros to the longest list."""
-    flags = items[GENRES].to_numpy(dtype=bool)
+    flags = items.loc[:, FIRST_GENRE_COLUMN:].to_numpy(dtype=bool)
     lengths = flags.sum(axis=1).astype(np.int64)
     # A stable sort of "not set" moves the set genres to the front and keeps their order.
     order = np.argsort(~flags, axis=1, kind="stable")[:, : lengths.max()].astype(np.int64)
     return Bags(np.where(np.arange(order.shape[1]) < lengths[:, None], order, 0), lengths)
 
 
-def load_ratings() -> Ratings:
-    """Read MovieLens-100k and build every feature. Label: rating >= 4."""
-    ratings, users, items = read_files()
-    # Ties of the timestamp are ordered by user and item, so that the order does not depend on the sort algorithm.
-    table = ratings.sort_values(["timestamp", "user_id", "movie_id"], ignore_index=True)
-    items = items.sort_values("movie_id", ignore_index=True)
-    item_rows = np.searchsorted(items["movie_id"].to_numpy(), table["movie_id"].to_numpy())
-    table = table.merge(users, on="user_id", how="left", validate="many_to_one")
-    genre = _genre_bags(items).take(item_rows)
-
+def _id_features(table: pd.DataFrame, genre: Bags) -> dict[str, Bags]:
+    """Return the bags of every feature of N ratings, crosses included."""
     columns = {
         "user": table["user_id"].to_numpy(np.int64),
         "item": table["movie_id"].to_numpy(np.int64),
@@ -140,7 +130,6 @@ def load_ratings() -> Ratings:
         "occupation": hash_column("occupation", table["occupation"]),
         "zip": hash_column("zip", table["zip_code"]),
     }
-    columns["age_item"] = cross("age_item", columns["age"], columns["item"])
     columns["occupation_item"] = cross("occupation_item", columns["occupation"], columns["item"])
     ones = np.ones(len(table), dtype=np.int64)
     bags = {name: Bags(values[:, None], ones) for name, values in columns.items()}
@@ -148,13 +137,26 @@ def load_ratings() -> Ratings:
     for left in ("user", "gender"):
         name = f"{left}_genre"
         bags[name] = Bags(cross(name, columns[left][:, None], genre.values), genre.lengths)
+    return bags
+
+
+def load_ratings() -> Ratings:
+    """Read MovieLens-100k and build every feature. Label: rating >= 4."""
+    ratings, users, items = read_files()
+    # Ties of the timestamp are ordered by user and item, so that the order does not depend on the sort algorithm.
+    table = ratings.sort_values(["timestamp", "user_id", "movie_id"], ignore_index=True)
+    table = table.merge(users, on="user_id", how="left", validate="many_to_one")
+    items = items.sort_values("movie_id", ignore_index=True)
+    item_rows = np.searchsorted(items["movie_id"].to_numpy(), table["movie_id"].to_numpy())
+    genre = _genre_bags(items).take(item_rows)
 
     released = pd.to_datetime(items["release_date"], format="%d-%b-%Y")
     released = released.fillna(released.median()).to_numpy("datetime64[s]").astype(np.int64)[item_rows]
     timestamps = table["timestamp"].to_numpy(np.int64)
     film_age = np.maximum(timestamps - released, 0) / SECONDS_PER_YEAR
     dense = np.stack([table["age"] / 100, np.log1p(film_age) / 4, genre.lengths / 4], axis=1).astype(np.float32)
-    return Ratings(bags, dense, (table["rating"].to_numpy() >= 4).astype(np.float32), timestamps)
+    labels = (table["rating"].to_numpy() >= 4).astype(np.float32)
+    return Ratings(_id_features(table, genre), dense, labels, timestamps)
 
 
 def temporal_split(ratings: Ratings, fraction: float = 0.8) -> tuple[Ratings, Ratings]:

@@ -10,16 +10,26 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.dynamicemb_config import DynamicEmbTableOptions, get_table_value_bytes
+from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
+from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+from dynamicemb.types import DynamicEmbInitializerArgs
+
 # Both ways of pooling a bag are in use; for a feature with one id per sample they are the same.
 MEAN_POOLED = ("genre", "user_genre")
+OPTIMIZER = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+STATS = ("size", "capacity", "inserted", "evicted", "failed")
 
 
 @dataclass(frozen=True)
@@ -32,15 +42,14 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Optimizers:
-    """Learning rates: row-wise Adagrad for the tables, Adam with decoupled weight decay for the dense layers."""
+class Rates:
+    """Row-wise Adagrad of the tables. A large eps keeps the first steps of rare ids small: they overfit less."""
 
-    table_rate: float
-    dense_rate: float
-    weight_decay: float
+    learning_rate: float
+    eps: float
 
     def fused_params(self) -> dict[str, object]:
-        return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": self.table_rate, "eps": 1e-8}
+        return {"optimizer": OPTIMIZER, "learning_rate": self.learning_rate, "eps": self.eps}
 
 
 class RankingModel(nn.Module):
@@ -58,9 +67,8 @@ class RankingModel(nn.Module):
 
     def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
         """Return the logits f32[B] for dense f32[B, 3] and ids of F features."""
-        pooled = self.tables(ids).values()
         bottom = self.bottom(dense)
-        flat = torch.cat([bottom, pooled], dim=1)
+        flat = torch.cat([bottom, self.tables(ids).values()], dim=1)
         vectors = flat.view(dense.shape[0], -1, bottom.shape[1])
         products = vectors @ vectors.transpose(1, 2)
         return self.top(torch.cat([flat, products[:, self.pairs[0], self.pairs[1]]], dim=1)).squeeze(1)
@@ -84,25 +92,65 @@ def build_model(tables: list[Table], num_dense: int, dim: int) -> RankingModel:
     return RankingModel(EmbeddingBagCollection(tables=configs, device=torch.device("meta")), num_dense, dim)
 
 
-def distribute_static(model: RankingModel, optimizers: Optimizers, device: torch.device) -> DistributedModelParallel:
+def distribute_static(model: RankingModel, rates: Rates, device: torch.device) -> DistributedModelParallel:
     """Shard every table by rows with TorchRec's own static tables."""
-    sharder = EmbeddingBagCollectionSharder(fused_params=optimizers.fused_params())
-    # TorchRec's planner offers no row-wise tables on a CPU, so the plan is written down.
+    sharder = EmbeddingBagCollectionSharder(fused_params=rates.fused_params())
+    # TorchRec's planner offers no row-wise tables on a CPU, so the plan is written down. Without the kernel's name it
+    # would take the dense one, which leaves the tables to the optimizer of the dense layers.
     plan = construct_module_sharding_plan(
         model.tables,
-        {config.name: row_wise() for config in model.tables.embedding_bag_configs()},
+        {
+            config.name: row_wise(compute_kernel=EmbeddingComputeKernel.FUSED.value)
+            for config in model.tables.embedding_bag_configs()
+        },
         sharder,
         local_size=get_local_size(),
         world_size=dist.get_world_size(),
         device_type=device.type,
     )
-    return DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=device,
-        plan=ShardingPlan({"tables": plan}),
-        sharders=[sharder],
+    return DistributedModelParallel(model, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder])
+
+
+def distribute_dynamic(
+    model: RankingModel, tables: list[Table], rates: Rates, device: torch.device, seed: int
+) -> DistributedModelParallel:
+    """Shard every table by rows with dynamic tables. The seed is that of the initial values of rows."""
+    configs = model.tables.embedding_bag_configs()
+    constraints = {
+        config.name: DynamicEmbParameterConstraints(
+            use_dynamicemb=True, dynamicemb_options=_table_options(table, config, device)
+        )
+        for table, config in zip(tables, configs)
+    }
+    planner = DynamicEmbeddingShardingPlanner(
+        configs,
+        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type),
+        constraints=constraints,
+        debug=False,
     )
+    sharders = [DynamicEmbeddingBagCollectionSharder(fused_params={**rates.fused_params(), "seed": seed})]
+    plan = planner.collective_plan(model, sharders)
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+
+
+def _table_options(table: Table, config: EmbeddingBagConfig, device: torch.device) -> DynamicEmbTableOptions:
+    """Set what a static table does not need; the planner fills in dim, dtype and the rows of one rank."""
+    value_bytes = get_table_value_bytes(config, OPTIMIZER, dist.get_world_size())
+    return DynamicEmbTableOptions(
+        global_hbm_for_values=value_bytes if device.type == "cuda" else 0,
+        initializer_args=DynamicEmbInitializerArgs(lower=-table.init_bound, upper=table.init_bound),
+    )
+
+
+def table_stats(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Return size, capacity, inserted, evicted and failed of every dynamic table, summed over all ranks."""
+    local = {}
+    for module in model.modules():
+        if isinstance(module, BatchedDynamicEmbeddingTablesV2):
+            local.update(module.stats())
+    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local)
+    return {name: {key: sum(stats[name][key] for stats in gathered) for key in STATS} for name in sorted(local)}
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
