@@ -88,17 +88,18 @@ def run(args: argparse.Namespace, kind: str, data: Data, seed: int, device: torc
 
 def run_seeds(args: argparse.Namespace, kind: str, data: Data, device: torch.device, console: Console) -> float:
     """Train once per seed, print what came out. Returns the mean AUC after the last epoch."""
-    final = []
+    results = []
     for seed in args.seeds:
         result, stats = run(args, kind, data, seed, device)
-        final.append(result.all_users[-1])
+        results.append(result)
         for epoch, (everyone, known) in enumerate(zip(result.all_users, result.known_users), start=1):
             console.print(f"{kind}, seed {seed}, epoch {epoch}: AUC {everyone:.4f}, known users {known:.4f}")
         if stats:
             console.print(stats_grid(stats))
-    mean = statistics.mean(final)
+    mean = statistics.mean(result.all_users[-1] for result in results)
+    seconds = statistics.mean(result.seconds for result in results)
     seeds = ", ".join(str(seed) for seed in args.seeds)
-    console.print(f"{kind}: AUC {mean:.4f} (seeds {seeds}; {result.seconds:.0f} s per seed)")
+    console.print(f"{kind}: AUC {mean:.4f} (seeds {seeds}; {seconds:.0f} s per seed)")
     return mean
 
 
@@ -109,10 +110,8 @@ def stats_grid(stats: dict[str, dict[str, float]]) -> Grid:
     for column in columns:
         grid.add_column(column, justify="right")
     for name, values in stats.items():
-        shown = {
-            **{key: f"{value:,}" for key, value in values.items()},
-            "load": f"{values['size'] / values['capacity']:.0%}",
-        }
+        shown = {key: f"{value:,}" for key, value in values.items()}
+        shown["load"] = f"{values['size'] / values['capacity']:.0%}"
         grid.add_row(name, *(shown[column] for column in columns))
     return grid
 
@@ -127,17 +126,21 @@ def compare(args: argparse.Namespace, data: Data, device: torch.device, console:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Ranking on MovieLens-100k", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Ranking on MovieLens-100k",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--static", action="store_true", help="TorchRec's static tables over a vocabulary")
     kind.add_argument("--compare", action="store_true", help="static and dynamic tables of full capacity")
     capacity = parser.add_mutually_exclusive_group()
-    capacity.add_argument("--capacity-fraction", type=float, default=0.5, help="rows per distinct id (default 0.5)")
-    capacity.add_argument("--full-capacity", action="store_true", help="room for every id, nothing is evicted")
-    parser.add_argument("--seeds", help="comma-separated (default 0; 0,1,2 with --compare)")
-    parser.add_argument("--epochs", type=int, default=2)
+    capacity.add_argument("--capacity-fraction", type=float, default=0.5, help="rows per distinct id")
+    capacity.add_argument("--full-capacity", action="store_true", help="room for every id")
+    parser.add_argument("--seeds", help="comma-separated; None is 0, or 0,1,2 with --compare")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the train part")
     parser.add_argument("--batch-size", type=int, default=512, help="samples of all processes together")
-    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=16, help="columns of every table")
     parser.add_argument("--table-rate", type=float, default=0.05, help="learning rate of row-wise Adagrad")
     parser.add_argument("--eps", type=float, default=3e-3, help="eps of row-wise Adagrad")
     parser.add_argument("--dense-rate", type=float, default=1e-3, help="learning rate of Adam")
@@ -159,7 +162,7 @@ def main() -> int:
     args = parse_arguments()
     silence_libraries()
     device = start_processes()
-    console = Console(quiet=dist.get_rank() != 0)
+    console = Console(quiet=dist.get_rank() != 0, highlight=False)
     try:
         data = load_data()
         if args.compare:

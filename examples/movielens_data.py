@@ -85,7 +85,7 @@ def _hash_text(text: str) -> int:
 
 
 def hash_column(field: str, column: pd.Series) -> np.ndarray:
-    """Map the values of a column to signed 64-bit ids, the same on every machine and in every process. Returns i64[N]."""
+    """Map the values of a column to signed 64-bit ids i64[N], the same on every machine and in every process."""
     codes, values = pd.factorize(column)
     return np.array([_hash_text(f"{field}={value}") for value in values], dtype=np.int64)[codes]
 
@@ -207,7 +207,7 @@ def num_batches(num_samples: int, batch_size: int, training: bool) -> int:
 
 
 def batches(ratings: Ratings, batch_size: int, rank: int, world_size: int, seed: int | None = None) -> Iterator[Batch]:
-    """Yield this rank's share of every global batch of batch_size samples, the same number of equal shares on all ranks.
+    """Yield this rank's share of every global batch of batch_size samples; the shares of all ranks are equally large.
 
     With a seed the samples are shuffled and an incomplete last batch is dropped (training). Without one they come in
     order and the last batch is padded (evaluation).

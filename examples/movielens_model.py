@@ -20,7 +20,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions, get_table_value_bytes
 from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
@@ -34,7 +33,7 @@ STATS = ("size", "capacity", "inserted", "evicted", "failed")
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table. rows: capacity over all processes; init_bound: initial values are uniform in +-init_bound."""
+    """One embedding table. rows: capacity over all ranks; initial values are uniform in +-init_bound."""
 
     feature: str
     rows: int
@@ -76,7 +75,7 @@ class RankingModel(nn.Module):
 
 def _bag_config(table: Table, dim: int) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
-        name=f"{table.feature}_table",
+        name=table.feature,
         feature_names=[table.feature],
         num_embeddings=table.rows,
         embedding_dim=dim,
@@ -142,12 +141,10 @@ def _table_options(table: Table, config: EmbeddingBagConfig, device: torch.devic
     )
 
 
-def table_stats(model: nn.Module) -> dict[str, dict[str, float]]:
+def table_stats(model: DistributedModelParallel) -> dict[str, dict[str, float]]:
     """Return size, capacity, inserted, evicted and failed of every dynamic table, summed over all ranks."""
-    local = {}
-    for module in model.modules():
-        if isinstance(module, BatchedDynamicEmbeddingTablesV2):
-            local.update(module.stats())
+    tables = model.module.tables
+    local = {name: stats for module in tables.dynamic_embedding_modules for name, stats in module.stats().items()}
     gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, local)
     return {name: {key: sum(stats[name][key] for stats in gathered) for key in STATS} for name in sorted(local)}
