@@ -81,7 +81,14 @@ def test_update_op(group) -> None:
     before, _ = group.read(0, rows[:1])
     spec = OptimizerSpec.create("sgd", learning_rate=0.5)
     args = (*ops.store_arguments(group.store), ids, table_ranges, rows, offsets, *ops.layout_arguments(layout()), None)
-    args = (*args, torch.ones(2, 8), torch.ones(4, dtype=torch.int64), torch.tensor([0.5]), group.initializers.keys, *ops.optimizer_arguments(spec))
+    args = (
+        *args,
+        torch.ones(2, 8),
+        torch.ones(4, dtype=torch.int64),
+        torch.tensor([0.5]),
+        group.initializers.keys,
+        *ops.optimizer_arguments(spec),
+    )
     torch.library.opcheck(library.update, args, test_utils=CHECKS)
     group.kernels.write_rows(group.store, 0, rows[:1], before, None)
     library.update(*args)

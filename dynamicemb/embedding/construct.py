@@ -69,9 +69,7 @@ def check_options(options: list[DynamicEmbTableOptions], names: list[str], pooli
     _check_agreement(options, names, pooling)
 
 
-def _check_agreement(
-    options: list[DynamicEmbTableOptions], names: list[str], pooling: DynamicEmbPoolingMode
-) -> None:
+def _check_agreement(options: list[DynamicEmbTableOptions], names: list[str], pooling: DynamicEmbPoolingMode) -> None:
     first = options[0]
     for name, option in zip(names[1:], options[1:], strict=True):
         mine, theirs = option.get_grouped_key(), first.get_grouped_key()
@@ -129,8 +127,8 @@ def build_group(
     buckets = {bucket for _, bucket in layouts}
     if len(buckets) > 1:
         raise ValueError(
-            f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots and a module "
-            "has buckets of one size; give the tables equal capacities or to several modules"
+            f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots "
+            "and a module has buckets of one size; give the tables equal capacities or to several modules"
         )
     if device.type == "cpu" and any(o.local_hbm_for_values for o in options):
         warnings.warn(

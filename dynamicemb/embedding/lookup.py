@@ -86,7 +86,9 @@ class LookupFunction(torch.autograd.Function):
         grad = grad.contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
-            weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, lookup.offsets, lookup.layout, grad)
+            weights_grad = group.kernels.pool_weights_grad(
+                group.store, lookup.rows, lookup.offsets, lookup.layout, grad
+            )
             weights_grad = weights_grad.to(ctx.weights_dtype)
         if ctx.needs_input_grad[0]:
             group.update(training.owner.optimizer_spec, lookup, grad)

@@ -280,9 +280,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         lookup = _lookup(batch, layout, ranges, rows)
         output = read_rows(group, lookup, self._failed_values, self.output_dtype)
         training = TrainingStep(self, step, group.epoch)
-        output = LookupFunction.apply(
-            self._empty_tensor, batch.per_sample_weights, group, lookup, training, output
-        )
+        output = LookupFunction.apply(self._empty_tensor, batch.per_sample_weights, group, lookup, training, output)
         if not output.requires_grad:
             step.finish()
         return output
@@ -399,8 +397,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Reports
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed, erased
-        and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
+        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed,
+        erased and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
         """
         return self._group.stats()
 

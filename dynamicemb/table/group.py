@@ -46,8 +46,8 @@ class GroupOptions:
 class TableGroup:
     """Dynamic embedding tables that share one index.
 
-    Batches hold the ids of one table after those of another: ``table_ranges`` i64 ``[T+1]`` says which occurrences belong
-    to which table.
+    Batches hold the ids of one table after those of another: ``table_ranges`` i64 ``[T+1]`` says which occurrences
+    belong to which table.
     """
 
     def __init__(
@@ -271,4 +271,3 @@ def _last_occurrences(rows: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(rows.numel(), device=rows.device)
     last = torch.zeros(values.numel(), dtype=torch.int64, device=rows.device)
     return last.scatter_reduce_(0, inverse, positions, reduce="amax", include_self=False)
-

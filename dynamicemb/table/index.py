@@ -93,6 +93,12 @@ class Index:
             accumulate=accumulate,
         )
 
+    @classmethod
+    def from_tensors(cls, tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> "Index":
+        """Return the index whose ``tensors()`` these are."""
+        names = [f.name for f in fields(cls) if f.name not in ("bucket_capacity", "accumulate")]
+        return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, accumulate=accumulate)
+
     @property
     def num_slots(self) -> int:
         """S."""
@@ -105,7 +111,7 @@ class Index:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in field order, as the ops take them."""
-        return [getattr(self, f.name) for f in fields(self) if f.type in (torch.Tensor, "torch.Tensor")]
+        return [getattr(self, f.name) for f in fields(self) if f.name not in ("bucket_capacity", "accumulate")]
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""

@@ -8,7 +8,8 @@ The rule, for an id whose table has ``num_buckets`` buckets of ``num_groups`` gr
     digest = 2 + ((h2 >> 56) * 254 >> 8)                 # 0 is an empty slot, 1 an erased one
     group  = ((h2 >> 24 & 0xFFFFFFFF) * num_groups) >> 32
 
-This file states the rule for the host (NumPy); each backend has its own copy of the arithmetic and the tests compare them.
+This file states the rule for the host (NumPy); each backend has its own copy of the arithmetic and the tests compare
+them.
 """
 
 from dataclasses import dataclass

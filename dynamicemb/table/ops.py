@@ -1,8 +1,8 @@
 """The kernels as ``torch.library`` ops, for ``torch.compile``, ``torch.export`` and the profiler.
 
 Ops take tensors and numbers only, so a group's index and rows are flattened: ``index`` is ``Index.tensors()``; the rows
-are their chunks and what the row formats are. Eager code calls the launchers directly: flattening and dispatch cost more
-than a small step can bear (``docs/architecture.md`` has the numbers).
+are their chunks and what the row formats are. Eager code calls the launchers directly: flattening and dispatch cost
+more than a small step can bear (``docs/architecture.md`` has the numbers).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,9 @@ from dynamicemb.table.rows import RowFormat, RowStore
 _INDEX = "Tensor{0}[] index, int bucket_capacity, bool accumulate"
 _STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift"
 _BATCH = "Tensor ids, Tensor table_ranges"
-_LAYOUT = "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling, SymInt width"
+_LAYOUT = (
+    "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling, SymInt width"
+)
 
 _SCHEMAS = {
     "find": f"({_INDEX.format('')}, {_BATCH}) -> Tensor",
@@ -37,8 +39,8 @@ _SCHEMAS = {
     "pool": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT},"
     " Tensor? per_sample_weights, Tensor missing_values, ScalarType output_dtype) -> Tensor",
     "update": f"({_STORE.format('(a!)')}, {_BATCH}, Tensor rows, Tensor offsets, {_LAYOUT},"
-    " Tensor? per_sample_weights, Tensor grad, Tensor clock, Tensor learning_rate, Tensor table_keys, int kind, float[] settings,"
-    " bool gradient_clipping, bool stochastic_rounding) -> ()",
+    " Tensor? per_sample_weights, Tensor grad, Tensor clock, Tensor learning_rate, Tensor table_keys,"
+    " int kind, float[] settings, bool gradient_clipping, bool stochastic_rounding) -> ()",
     "pool_weights_grad": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT}, Tensor grad) -> Tensor",
 }
 
@@ -49,7 +51,7 @@ _library = torch.library.Library("dynamicemb", "DEF")
 
 
 def _index(tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> Index:
-    return Index(*tensors, bucket_capacity=bucket_capacity, accumulate=accumulate)
+    return Index.from_tensors(tensors, bucket_capacity, accumulate)
 
 
 def _store(

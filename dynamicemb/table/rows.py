@@ -1,7 +1,7 @@
 """Value rows of a group's tables: one allocation per chunk, found by address.
 
-A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16 bytes.
-Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
+A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16
+bytes. Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
 
     address(row, t) = chunk_bases[row >> chunk_shift] + (row & (1 << chunk_shift) - 1) * row_bytes[t]
 
@@ -77,9 +77,7 @@ class RowStore:
         store._take(chunks)
         return store
 
-    def _describe(
-        self, formats: list[RowFormat], dtype: torch.dtype, device: torch.device, chunk_shift: int
-    ) -> None:
+    def _describe(self, formats: list[RowFormat], dtype: torch.dtype, device: torch.device, chunk_shift: int) -> None:
         self.dtype = dtype
         self.device = device
         self.formats = formats

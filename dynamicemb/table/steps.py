@@ -7,7 +7,7 @@ REBASE_AT = 2**30
 
 
 class Step:
-    """A forward whose backward may still come; finishing it, or losing the last reference to it, ends its protection."""
+    """A forward whose backward may still come; its protection ends when it is finished or nobody holds it."""
 
     __slots__ = ("_tracker", "number")
 

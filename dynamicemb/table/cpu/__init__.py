@@ -26,6 +26,6 @@ __all__ = [
     "rebase",
     "rebuild",
     "scan",
-    #    "update",
+    "update",
     "write_rows",
 ]

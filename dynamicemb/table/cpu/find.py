@@ -46,7 +46,12 @@ def find(
     parts = num_parts(num_ids, 1024)
     counts = np.zeros((parts, index.num_tables), np.int64)
     scratch = np.empty((parts, 3, _BLOCK), np.int64)
-    batch = (ids.data_ptr(), table_ranges.data_ptr(), rows.data_ptr(), 0 if frequencies is None else frequencies.data_ptr())
+    batch = (
+        ids.data_ptr(),
+        table_ranges.data_ptr(),
+        rows.data_ptr(),
+        0 if frequencies is None else frequencies.data_ptr(),
+    )
     _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch)
     if touch:
         hits = counts.sum(0)

@@ -41,7 +41,9 @@ def read_rows(store: RowStore, table: int, rows: torch.Tensor) -> tuple[torch.Te
 
 
 @launcher("rows")
-def write_rows(store: RowStore, table: int, rows: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None) -> None:
+def write_rows(
+    store: RowStore, table: int, rows: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None
+) -> None:
     """Overwrite rows of one table; weights are rounded to nearest.
 
     Args:
