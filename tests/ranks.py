@@ -205,4 +205,7 @@ def pool() -> RankPool:
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
     """Hand out the pool; import this fixture into a test file to use it."""
+    from tests.sharded_model import compile_kernels
+
+    compile_kernels()
     return pool()

@@ -3,12 +3,15 @@
 Both see the same batches. The reference holds one dense parameter per table, whose rows are the ids that occur.
 """
 
+import functools
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+
+from dynamicemb.sharding.bucketize import bucketize
 
 SEED = 20250
 LEARNING_RATE = 0.1
@@ -87,6 +90,24 @@ def loss_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         out = outputs[name]
         total = total + ((out - torch.linspace(-1, 1, out.shape[1])) ** 2).sum()
     return total / 10
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Fill numba's cache once, in this process; else every rank would compile the same kernels at the same time."""
+    from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+    from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions
+
+    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2, 3])
+    for mode in (DynamicEmbPoolingMode.NONE, DynamicEmbPoolingMode.SUM):
+        for weights in (None, torch.ones(3)) if mode is DynamicEmbPoolingMode.SUM else (None,):
+            module = BatchedDynamicEmbeddingTablesV2(
+                [DynamicEmbTableOptions(dim=4, max_capacity=128)], ["t"], pooling_mode=mode
+            )
+            module(ids, offsets, weights).sum().backward()
+            module.eval()(ids, offsets, weights)
+            module.export_keys_values("t", "cpu")
+    bucketize(torch.tensor([1, 0, 1]), torch.tensor([2, 1]), 2)
 
 
 # The ranks' side
