@@ -1,0 +1,119 @@
+"""Run a case: both engines in turns, in one process, on the same batches."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.engines import Engine
+from benchmarks.machine import load
+from benchmarks.phases import measure_phases
+from benchmarks.timing import TIMERS, Times, copy_bandwidth, settle
+from benchmarks.workloads import Batch, batches, bytes_moved, state_bytes
+
+_SEED = 7
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure: ``rounds`` turns per engine of ``steps`` timed steps; ``phases`` adds the breakdown."""
+
+    rounds: int = 15
+    steps: int = 4
+    phases: bool = False
+
+
+def run_case(case: Case, effort: Effort) -> dict[str, Any]:
+    """Measure a case.
+
+    The engines take turns. A turn is a pause, one step that is not timed (it wakes the engine's threads, as the step
+    before would in training), and the timed steps. Every step has its own batch, which both engines see.
+
+    Returns:
+        The fields of a line of results: times in ms, rates, ratio, memory, load.
+    """
+    load_before = load()
+    baseline, ours = case.baseline(case), case.ours(case)
+    residents = [_common(pair) for pair in zip(baseline.residents, ours.residents, strict=True)]
+    stream = batches(case, residents, _SEED)
+    _turn(case, baseline, list(itertools.islice(stream, 3)))
+    _turn(case, ours, list(itertools.islice(stream, 3)))
+    evicted = _count(ours, "evicted")
+    times: dict[str, list[float]] = {"baseline": [], "ours": []}
+    bandwidths = [copy_bandwidth(case.device)]
+    for turn in range(effort.rounds):
+        sample = list(itertools.islice(stream, effort.steps + 1))
+        order = [("baseline", baseline), ("ours", ours)]
+        for key, engine in order if turn % 2 else reversed(order):
+            times[key] += _turn(case, engine, sample)
+    evicted = (_count(ours, "evicted") - evicted) / (effort.rounds * (effort.steps + 1))
+    bandwidths.append(copy_bandwidth(case.device))
+    line = _line(case, (baseline, ours), {key: Times(ms) for key, ms in times.items()}, sample[-1], max(bandwidths))
+    line |= {"evicted_per_step": evicted, "load": [load_before, load()]}
+    if effort.phases:
+        settle()
+        line["phases_ms"] = measure_phases(ours, list(itertools.islice(stream, effort.rounds * effort.steps + 1)))
+    return line
+
+
+def _turn(case: Case, engine: Engine, sample: list[Batch]) -> list[float]:
+    """Return the ms of every batch but the first."""
+    settle()
+    timer = TIMERS[case.device]
+    return [timer(lambda batch=batch: engine.step(batch)) for batch in sample][1:]  # type: ignore[misc]
+
+
+def _common(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the ids that both hold, shuffled: an id's number says nothing about where its row is."""
+    both = pair[0][torch.isin(pair[0], pair[1])]
+    return both[torch.randperm(both.numel(), generator=torch.Generator().manual_seed(_SEED))]
+
+
+def _count(engine: Engine, what: str) -> float:
+    return sum(table[what] for table in engine.module.stats().values())
+
+
+def _line(
+    case: Case, engines: tuple[Engine, Engine], times: dict[str, Times], batch: Batch, copy_gbps: float
+) -> dict[str, Any]:
+    baseline, ours = engines
+    num_bytes = bytes_moved(case, batch, state_bytes(case))
+    line: dict[str, Any] = {
+        "case": case.name,
+        "tables": case.tables,
+        "rows": case.rows,
+        "dim": case.dim,
+        "ids": batch.ids.numel(),
+        "unique": batch.num_unique,
+        "batch_size": case.batch_size,
+        "optimizer": case.optimizer,
+        "pooling": case.pooling,
+        "train": case.train,
+        "new_share": case.new_share,
+        "repetitions": len(times["ours"].ms),
+        "bytes": num_bytes,
+        "copy_gbps": copy_gbps,
+    }
+    for key, engine in (("ours", ours), ("baseline", baseline)):
+        median = times[key].median
+        line[key] = {
+            "name": engine.name,
+            "ms": median,
+            "min_ms": times[key].minimum,
+            "ids_per_s": batch.ids.numel() / median * 1e3,
+            "gbps": num_bytes / median / 1e6,
+            "copy_percent": num_bytes / median / 1e4 / copy_gbps,
+            "memory": engine.memory,
+        }
+    index = ours.module.tables.index
+    line |= {
+        "ratio": times["ours"].median / times["baseline"].median,
+        "min_ratio": times["ours"].minimum / times["baseline"].minimum,
+        "target": case.target,
+        "note": case.note,
+        "load_factor": _count(ours, "size") / index.num_slots,
+        "index_bytes_per_slot": ours.memory["index"] / index.num_slots,
+    }
+    return line
