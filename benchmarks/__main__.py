@@ -17,12 +17,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--cases", nargs="*", default=[], metavar="NAME", help="parts of case names; default all")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], metavar="NAME", help="cases, as 'adam_train' or '*_eval'; default all"
+    )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--phases", action="store_true", help="add where the time of our step goes")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch, and thereby of numba (default 2)")
     parser.add_argument("--rounds", type=int, default=15, help="turns per engine (default 15)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn (default 4)")
+    parser.add_argument("--quiet", type=int, default=24, help="undisturbed repetitions wanted (default 24)")
+    parser.add_argument("--max-rounds", type=int, default=40, help="turns after which to stop waiting for them")
     parser.add_argument("--max-rows", type=int, default=2**31, help="shrink tables, for a quick try")
     parser.add_argument("--max-ids", type=int, default=2**31, help="shrink batches, for a quick try")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON lines and plot")
@@ -40,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     torch.set_num_threads(args.threads)
     machine = describe()
-    effort = Effort(args.rounds, args.steps, args.phases)
+    effort = Effort(args.rounds, args.steps, args.quiet, max(args.rounds, args.max_rounds), args.phases)
     lines = []
     for case in select(args.cases):
         console.print(f"running {case.name} ...", style="dim")

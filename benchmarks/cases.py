@@ -1,6 +1,7 @@
 """What is measured: one ``Case`` per line of the report."""
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 
 from benchmarks.engines import Build, dynamic, dynamic_sgd, static
 
@@ -60,7 +61,9 @@ CASES = [
     Case("eval", train=False, target=2.5),
     Case("adagrad_train", optimizer="exact_adagrad", target=0.5),
     Case("rowwise_adagrad_train", optimizer="exact_row_wise_adagrad"),
-    Case("adam_train", optimizer="adam", baseline=dynamic_sgd, target=2.0, note="to our SGD: FBGEMM has no Adam on CPU"),
+    Case(
+        "adam_train", optimizer="adam", baseline=dynamic_sgd, target=2.0, note="to our SGD: FBGEMM has no Adam on CPU"
+    ),
     Case("new_ids_train", new_share=0.1, note="baseline trains known ids only"),
     Case("sequence_train", pooling="NONE", bag_length=1),
     Case("sequence_eval", pooling="NONE", bag_length=1, train=False),
@@ -72,12 +75,12 @@ CASES = [
 
 
 def select(patterns: list[str]) -> list[Case]:
-    """Return the cases whose name contains one of the patterns; all for none.
+    """Return the cases whose name matches one of the patterns (``*`` for anything); all for none.
 
     Raises:
         ValueError: a pattern that matches nothing.
     """
     for pattern in patterns:
-        if not any(pattern in case.name for case in CASES):
+        if not any(fnmatch(case.name, pattern) for case in CASES):
             raise ValueError(f"no case matches {pattern!r}; there are {', '.join(case.name for case in CASES)}")
-    return [case for case in CASES if not patterns or any(pattern in case.name for pattern in patterns)]
+    return [case for case in CASES if not patterns or any(fnmatch(case.name, pattern) for pattern in patterns)]

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.engines import Engine
+from benchmarks.timing import ENOUGH_QUIET, Watch
 from benchmarks.workloads import Batch
 
 _LAUNCHERS = ("advance", "find", "insert", "initialize", "pool", "gather", "update")
@@ -53,16 +54,19 @@ def measure_phases(engine: Engine, sample: list[Batch]) -> dict[str, float]:
         sample: one batch per repetition; the first warms up.
     """
     stopwatch = _Stopwatch()
-    rows: list[dict[str, float]] = []
+    rows: list[tuple[bool, dict[str, float]]] = []
     with _timed_launchers(engine.module.tables, stopwatch):
         for batch in sample:
             stopwatch.seconds.clear()
+            watch = Watch()
             begin = time.perf_counter()
             engine.step(batch)
             total = time.perf_counter() - begin
             phases = dict(stopwatch.seconds)
-            rows.append({**phases, "python": total - sum(phases.values()), "total": total})
-    return {phase: 1e3 * statistics.median(row.get(phase, 0.0) for row in rows[1:]) for phase in rows[-1]}
+            rows.append((watch.quiet(), {**phases, "python": total - sum(phases.values()), "total": total}))
+    quiet = [row for is_quiet, row in rows[1:] if is_quiet]
+    counted = quiet if len(quiet) >= ENOUGH_QUIET else [row for _, row in rows[1:]]
+    return {phase: 1e3 * statistics.median(row.get(phase, 0.0) for row in counted) for phase in counted[-1]}
 
 
 @contextlib.contextmanager

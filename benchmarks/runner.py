@@ -1,5 +1,6 @@
 """Run a case: both engines in turns, in one process, on the same batches."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.engines import Engine
 from benchmarks.machine import load
 from benchmarks.phases import measure_phases
-from benchmarks.timing import TIMERS, Times, copy_bandwidth, settle
+from benchmarks.timing import TIMERS, Sample, Times, Watch, copy_bandwidth, settle
 from benchmarks.workloads import Batch, batches, bytes_moved, state_bytes
 
 _SEED = 7
@@ -18,10 +19,20 @@ _SEED = 7
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure: ``rounds`` turns per engine of ``steps`` timed steps; ``phases`` adds the breakdown."""
+    """How much to measure.
+
+    Attributes:
+        rounds: turns of each engine.
+        steps: timed steps of a turn.
+        quiet: undisturbed repetitions wanted of each engine; there are more turns until they are reached.
+        max_rounds: turns after which a busy machine is accepted.
+        phases: add the breakdown of our step.
+    """
 
     rounds: int = 15
     steps: int = 4
+    quiet: int = 24
+    max_rounds: int = 40
     phases: bool = False
 
 
@@ -41,16 +52,18 @@ def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     _turn(case, baseline, list(itertools.islice(stream, 3)))
     _turn(case, ours, list(itertools.islice(stream, 3)))
     evicted = _count(ours, "evicted")
-    times: dict[str, list[float]] = {"baseline": [], "ours": []}
+    times = {"baseline": Times(), "ours": Times()}
     bandwidths = [copy_bandwidth(case.device)]
-    for turn in range(effort.rounds):
+    turn = 0
+    while turn < effort.rounds or (turn < effort.max_rounds and _too_few(times, effort)):
         sample = list(itertools.islice(stream, effort.steps + 1))
         order = [("baseline", baseline), ("ours", ours)]
         for key, engine in order if turn % 2 else reversed(order):
-            times[key] += _turn(case, engine, sample)
-    evicted = (_count(ours, "evicted") - evicted) / (effort.rounds * (effort.steps + 1))
+            times[key].samples += _turn(case, engine, sample)
+        turn += 1
+    evicted = (_count(ours, "evicted") - evicted) / (turn * (effort.steps + 1))
     bandwidths.append(copy_bandwidth(case.device))
-    line = _line(case, (baseline, ours), {key: Times(ms) for key, ms in times.items()}, sample[-1], max(bandwidths))
+    line = _line(case, (baseline, ours), times, sample[-1], max(bandwidths))
     line |= {"evicted_per_step": evicted, "load": [load_before, load()]}
     if effort.phases:
         settle()
@@ -58,11 +71,20 @@ def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     return line
 
 
-def _turn(case: Case, engine: Engine, sample: list[Batch]) -> list[float]:
-    """Return the ms of every batch but the first."""
+def _too_few(times: dict[str, Times], effort: Effort) -> bool:
+    return min(engine.num_quiet for engine in times.values()) < effort.quiet
+
+
+def _turn(case: Case, engine: Engine, sample: list[Batch]) -> list[Sample]:
+    """Return the repetitions of every batch but the first."""
     settle()
     timer = TIMERS[case.device]
-    return [timer(lambda batch=batch: engine.step(batch)) for batch in sample][1:]  # type: ignore[misc]
+    samples = []
+    for batch in sample:
+        watch = Watch()
+        ms = timer(functools.partial(engine.step, batch))
+        samples.append(Sample(ms, watch.quiet()))
+    return samples[1:]
 
 
 def _common(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -92,7 +114,8 @@ def _line(
         "pooling": case.pooling,
         "train": case.train,
         "new_share": case.new_share,
-        "repetitions": len(times["ours"].ms),
+        "repetitions": len(times["ours"].samples),
+        "quiet": [times[key].num_quiet for key in ("baseline", "ours")],
         "bytes": num_bytes,
         "copy_gbps": copy_gbps,
     }

@@ -1,9 +1,11 @@
 """The clock, and the memory bandwidth that results are compared with."""
 
+import resource
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -12,22 +14,68 @@ import torch
 _SETTLE_SECONDS = 0.015
 _COPY_BYTES = 256 << 20
 
+ENOUGH_QUIET = 8
+
 
 @dataclass(frozen=True)
-class Times:
-    """Milliseconds of the repetitions of one engine."""
+class Sample:
+    """One repetition: its milliseconds, and whether the machine had nothing else to do as far as we can see."""
 
-    ms: list[float]
+    ms: float
+    quiet: bool
+
+
+@dataclass
+class Times:
+    """The repetitions of one engine. Statistics are of the quiet ones if there are enough, else of all."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def num_quiet(self) -> int:
+        """How many repetitions were quiet."""
+        return sum(sample.quiet for sample in self.samples)
+
+    def _ms(self) -> list[float]:
+        few = self.num_quiet < ENOUGH_QUIET
+        return [sample.ms for sample in self.samples if sample.quiet or few]
 
     @property
     def median(self) -> float:
         """The median."""
-        return statistics.median(self.ms)
+        return statistics.median(self._ms())
 
     @property
     def minimum(self) -> float:
         """The fastest repetition."""
-        return min(self.ms)
+        return min(self._ms())
+
+
+class Watch:
+    """Tells whether a stretch of work was disturbed by other processes (Linux; elsewhere it sees nothing).
+
+    One preempted thread stalls every barrier of a parallel kernel: a median on a busy machine measures its scheduler.
+    Disturbed means: a thread of ours was preempted, or more threads wanted to run before or after than we have.
+    """
+
+    def __init__(self) -> None:
+        self._running = _num_running()
+        self._preempted = _num_preempted()
+
+    def quiet(self) -> bool:
+        """Say whether nothing was seen since construction."""
+        return self._preempted == _num_preempted() and max(self._running, _num_running()) <= torch.get_num_threads()
+
+
+def _num_running() -> int:
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+    except OSError:
+        return 0
+
+
+def _num_preempted() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def host_timer(function: Callable[[], object]) -> float:
