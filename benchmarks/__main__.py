@@ -26,7 +26,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="turns per engine (default 15)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn (default 4)")
     parser.add_argument("--quiet", type=int, default=24, help="undisturbed repetitions wanted (default 24)")
-    parser.add_argument("--max-rounds", type=int, default=40, help="turns after which to stop waiting for them")
+    parser.add_argument("--seconds", type=float, default=30.0, help="limit for the turns of a case (default 30)")
     parser.add_argument("--max-rows", type=int, default=2**31, help="shrink tables, for a quick try")
     parser.add_argument("--max-ids", type=int, default=2**31, help="shrink batches, for a quick try")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON lines and plot")
@@ -37,14 +37,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for."""
     args = parse(argv)
-    console = Console(width=140)
+    console = Console(width=160)
     if args.list:
         for case in CASES:
             console.print(case.name)
         return 0
     torch.set_num_threads(args.threads)
     machine = describe()
-    effort = Effort(args.rounds, args.steps, args.quiet, max(args.rounds, args.max_rounds), args.phases)
+    effort = Effort(args.rounds, args.steps, args.quiet, args.seconds, args.phases)
     lines = []
     for case in select(args.cases):
         console.print(f"running {case.name} ...", style="dim")

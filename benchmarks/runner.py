@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,14 @@ class Effort:
         rounds: turns of each engine.
         steps: timed steps of a turn.
         quiet: undisturbed repetitions wanted of each engine; there are more turns until they are reached.
-        max_rounds: turns after which a busy machine is accepted.
+        seconds: after this time turns end, on a busy machine with fewer repetitions than wanted.
         phases: add the breakdown of our step.
     """
 
     rounds: int = 15
     steps: int = 4
     quiet: int = 24
-    max_rounds: int = 40
+    seconds: float = 30.0
     phases: bool = False
 
 
@@ -55,7 +56,8 @@ def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     times = {"baseline": Times(), "ours": Times()}
     bandwidths = [copy_bandwidth(case.device)]
     turn = 0
-    while turn < effort.rounds or (turn < effort.max_rounds and _too_few(times, effort)):
+    deadline = time.monotonic() + effort.seconds
+    while turn < 2 or (time.monotonic() < deadline and (turn < effort.rounds or _too_few(times, effort))):
         sample = list(itertools.islice(stream, effort.steps + 1))
         order = [("baseline", baseline), ("ours", ours)]
         for key, engine in order if turn % 2 else reversed(order):
@@ -67,7 +69,7 @@ def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     line |= {"evicted_per_step": evicted, "load": [load_before, load()]}
     if effort.phases:
         settle()
-        line["phases_ms"] = measure_phases(ours, list(itertools.islice(stream, effort.rounds * effort.steps + 1)))
+        line["phases_ms"] = measure_phases(ours, list(itertools.islice(stream, 4 * effort.rounds + 1)))
     return line
 
 
@@ -82,8 +84,10 @@ def _turn(case: Case, engine: Engine, sample: list[Batch]) -> list[Sample]:
     samples = []
     for batch in sample:
         watch = Watch()
+        cpu_begin = time.process_time()
         ms = timer(functools.partial(engine.step, batch))
-        samples.append(Sample(ms, watch.quiet()))
+        cpu_ms = 1e3 * (time.process_time() - cpu_begin)
+        samples.append(Sample(ms, cpu_ms, watch.quiet()))
     return samples[1:]
 
 
@@ -125,6 +129,7 @@ def _line(
             "name": engine.name,
             "ms": median,
             "min_ms": times[key].minimum,
+            "cpu_ms": times[key].cpu_median,
             "ids_per_s": batch.ids.numel() / median * 1e3,
             "gbps": num_bytes / median / 1e6,
             "copy_percent": num_bytes / median / 1e4 / copy_gbps,
@@ -133,6 +138,7 @@ def _line(
     index = ours.module.tables.index
     line |= {
         "ratio": times["ours"].median / times["baseline"].median,
+        "cpu_ratio": times["ours"].cpu_median / times["baseline"].cpu_median,
         "min_ratio": times["ours"].minimum / times["baseline"].minimum,
         "target": case.target,
         "note": case.note,

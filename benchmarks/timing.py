@@ -19,9 +19,17 @@ ENOUGH_QUIET = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition: its milliseconds, and whether the machine had nothing else to do as far as we can see."""
+    """One repetition.
+
+    Attributes:
+        ms: wall-clock (or device) time.
+        cpu_ms: CPU time of all threads of the process. Threads that wait at a barrier spin and count, so it compares
+            engines only at one thread; there it does not depend on what else the machine does.
+        quiet: the machine had nothing else to do, as far as we can see.
+    """
 
     ms: float
+    cpu_ms: float
     quiet: bool
 
 
@@ -35,6 +43,11 @@ class Times:
     def num_quiet(self) -> int:
         """How many repetitions were quiet."""
         return sum(sample.quiet for sample in self.samples)
+
+    @property
+    def cpu_median(self) -> float:
+        """The median CPU time of all repetitions."""
+        return statistics.median(sample.cpu_ms for sample in self.samples)
 
     def _ms(self) -> list[float]:
         few = self.num_quiet < ENOUGH_QUIET

@@ -22,14 +22,19 @@ class Batch:
         known_ids: i64 ``[N]``, ``ids`` with ids below ``rows`` in the place of new ones, for static tables.
         offsets: i64 ``[T*B+1]``.
         grad: f32 ``[B, T*D]``, or ``[N, D]`` without pooling.
-        num_unique: distinct (table, id) pairs, U.
+        num_tables: T.
     """
 
     ids: torch.Tensor
     known_ids: torch.Tensor
     offsets: torch.Tensor
     grad: torch.Tensor
-    num_unique: int
+    num_tables: int
+
+    @property
+    def num_unique(self) -> int:
+        """Distinct (table, id) pairs, U; counted anew at each call."""
+        return sum(part.unique().numel() for part in self.ids.view(self.num_tables, -1))
 
 
 def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[Batch]:
@@ -58,8 +63,7 @@ def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[
             ids = ids.clone()
             ids[new] = torch.arange(next_new, next_new + count)
             next_new += count
-        num_unique = sum(part.unique().numel() for part in ids.view(case.tables, per_table))
-        yield Batch(ids, known_ids, offsets, grad, num_unique)
+        yield Batch(ids, known_ids, offsets, grad, case.tables)
 
 
 def _draw(case: "Case", population: int, count: int, random: torch.Generator) -> torch.Tensor:
