@@ -34,25 +34,36 @@ class TrainingStep:
     epoch: int
 
 
-def read_rows(
-    group: TableGroup, lookup: Lookup, missing_values: torch.Tensor, output_dtype: torch.dtype
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Reading:
+    """How rows become an output.
+
+    Attributes:
+        missing_values: f32 ``[T]``, what an occurrence without a row reads.
+        dtype: dtype of the output.
+    """
+
+    missing_values: torch.Tensor
+    dtype: torch.dtype
+
+
+def read_rows(group: TableGroup, lookup: Lookup, reading: Reading) -> torch.Tensor:
     """Return the output of a lookup.
 
     Args:
         group: the tables.
         lookup: occurrences and their rows.
-        missing_values: f32 ``[T]``, what an occurrence without a row reads.
-        output_dtype: dtype of the result.
+        reading: what missing ids read, and the dtype of the result.
 
     Returns:
         ``[N, D]`` without pooling, else ``[B, total_D]``.
     """
     kernels = group.kernels
+    missing, dtype = reading.missing_values, reading.dtype
     if lookup.layout.pooling == POOLING_NONE:
-        return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing_values, output_dtype)
+        return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing, dtype)
     return kernels.pool(
-        group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing_values, output_dtype
+        group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing, dtype
     )
 
 
@@ -67,18 +78,26 @@ class LookupFunction(torch.autograd.Function):
         group: TableGroup,
         lookup: Lookup,
         training: TrainingStep,
-        output: torch.Tensor,
+        reading: Reading,
     ) -> torch.Tensor:
-        """Return ``output``; remember what backward needs."""
-        ctx.group, ctx.lookup, ctx.training = group, lookup, training
+        """Return the output of the lookup; remember what backward needs."""
+        ctx.group, ctx.training, ctx.layout = group, training, lookup.layout
         ctx.weights_dtype = None if per_sample_weights is None else per_sample_weights.dtype
-        return output
+        # Saved, not kept: autograd then refuses a backward after the caller has overwritten his ids or weights, or
+        # after the graph has been freed.
+        saved = [lookup.ids, lookup.rows, lookup.table_ranges, lookup.offsets]
+        if lookup.per_sample_weights is not None:
+            saved.append(lookup.per_sample_weights)
+        ctx.save_for_backward(*(tensor.clone() if tensor.is_inference() else tensor for tensor in saved))
+        return read_rows(group, lookup, reading)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Train the rows; returns the gradient of the pooling weights if wanted."""
-        group, lookup, training = ctx.group, ctx.lookup, ctx.training
+        group, training = ctx.group, ctx.training
+        ids, rows, table_ranges, offsets, *weights = ctx.saved_tensors
+        lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
         if training.epoch != group.epoch or training.step.finished:
             # Rows may have gone to other ids since forward: look again, and drop what moved.
             rows = group.rows_still_owned(lookup.ids, lookup.table_ranges, lookup.rows)

@@ -10,7 +10,7 @@ from torch import nn
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
 from dynamicemb.embedding.construct import build_group, check_features, check_options, weights_dtype
 from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
-from dynamicemb.embedding.lookup import LookupFunction, TrainingStep, read_rows
+from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, read_rows
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
@@ -157,8 +157,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self._column_offsets = torch.tensor(self._features.column_offsets, dtype=torch.int64, device=device)
         self._table_features = torch.tensor(self._features.first_features, dtype=torch.int64, device=device)
         values = [float(option.eval_initializer_args.value) for option in self.table_options]
-        self._eval_values = torch.tensor(values, dtype=torch.float32, device=device)
-        self._failed_values = torch.zeros_like(self._eval_values)
+        missing = torch.tensor(values, dtype=torch.float32, device=device)
+        self._eval_reading = Reading(missing, self.output_dtype)
+        self._training_reading = Reading(torch.zeros_like(missing), self.output_dtype)
 
     # What the group is
 
@@ -259,7 +260,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         ranges = layout.table_ranges(batch.offsets)
         lookup = _lookup(batch, layout, ranges, self._group.find(batch.ids, ranges))
-        return read_rows(self._group, lookup, self._eval_values, self.output_dtype)
+        return read_rows(self._group, lookup, self._eval_reading)
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
@@ -267,10 +268,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         step = group.begin_step()
         rows, _ = group.find_or_insert(batch.ids, ranges, batch.frequencies)
         lookup = _lookup(batch, layout, ranges, rows)
-        output = read_rows(group, lookup, self._failed_values, self.output_dtype)
         training = TrainingStep(self, step, group.epoch)
         output = LookupFunction.apply(
-            self._empty_tensor, batch.per_sample_weights, group, lookup, training, output
+            self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
         )
         if not output.requires_grad:
             step.finish()
