@@ -100,22 +100,25 @@ class LookupFunction(torch.autograd.Function):
         ids, rows, table_ranges, offsets, *weights = ctx.saved_tensors
         lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
         grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
-        weights_grad = None
-        with group.lock:
-            # Rows may have gone to other ids since forward: look again, and drop what moved.
-            if training is None:
-                lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))
-            elif training.epoch != group.epoch or training.step.finished:
-                lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
-            if ctx.needs_input_grad[1]:
-                weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, offsets, ctx.layout, grad)
+        try:
+            weights_grad = None
+            with group.lock:
+                # Rows may have gone to other ids since forward: look again, and drop what moved.
                 if training is None:
-                    _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
-                weights_grad = weights_grad.to(ctx.weights_dtype)
-            if training is not None and ctx.needs_input_grad[0]:
-                group.update(training.owner.optimizer_spec, lookup, grad)
-        if training is not None:
-            training.step.finish()
+                    lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))
+                elif training.epoch != group.epoch or training.step.finished:
+                    lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
+                if ctx.needs_input_grad[1]:
+                    weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, offsets, ctx.layout, grad)
+                    if training is None:
+                        _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
+                    weights_grad = weights_grad.to(ctx.weights_dtype)
+                if training is not None and ctx.needs_input_grad[0]:
+                    group.update(training.owner.optimizer_spec, lookup, grad)
+        finally:
+            # Also when it failed: the exception may keep this graph alive.
+            if training is not None:
+                training.step.finish()
         return None, weights_grad, None, None, None, None
 
 

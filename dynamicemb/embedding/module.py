@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -286,6 +287,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
+        # Backward trusts the offsets; the caller may refill his buffer before.
+        batch = replace(batch, offsets=batch.offsets.clone())
         ranges = layout.table_ranges(batch.offsets)
         with group.lock:
             step = group.begin_step()
