@@ -2,7 +2,7 @@
 
 import torch
 
-from ..table.cpu import bucketize as cpu
+from dynamicemb.table.cpu import bucketize as cpu
 
 
 def bucketize(

@@ -52,7 +52,7 @@ class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     """A group of dynamic tables behind TorchRec's interface.
 
-    Exposes neither parameters nor buffers nor a state_dict: rows are written by `DynamicEmbDump` only.
+    Exposes neither parameters nor buffers nor a state_dict: rows are read with `export_keys_values`.
 
     Args:
         config: tables of the group.
@@ -138,11 +138,6 @@ class BatchedDynamicEmbedding(DynamicKernel):
         """
         self._optim.push_learning_rate()
         return self._emb_module(features.values(), features.offsets(), frequency_counters=self._counts(features))
-
-    def prefetch(self, features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Bring rows close before `forward`, counts included."""
-        prefetch: Any = self._emb_module.prefetch
-        prefetch(features.values(), features.offsets(), forward_stream, frequency_counters=self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
         packed = features.weights_or_none()

@@ -11,6 +11,7 @@ from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddi
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
 from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
 from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
@@ -31,9 +32,10 @@ class DynamicSequenceLookup(GroupedEmbeddingsLookup):
         return BatchedDynamicEmbedding(config, pg, device)
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Prefetch with counts, which TorchRec's method would drop."""
-        for kernel, features in zip(self._emb_modules, sparse_features.split(self._feature_splits)):
-            kernel.prefetch(features, forward_stream)
+        """Refuse: prefetch pipelines come with rows in host memory."""
+        raise UnsupportedOptionError(
+            "dynamic tables cannot be prefetched in this version; use TrainPipelineSparseDist or no pipeline"
+        )
 
 
 class DynamicPooledLookup(GroupedPooledEmbeddingsLookup):

@@ -18,10 +18,10 @@ from dynamicemb.dynamicemb_config import (
     row_bytes,
 )
 from dynamicemb.optimizer import get_optimizer_state_dim
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.ownership import check_routing
 
-# keys i64, digests u8, scores i64, rows i32, tags i32; a compound strategy has a second score column.
-INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
+# A compound strategy has a second score column.
 SCORE_BYTES = 8
 # What a step keeps per occurrence: id, row, list link, grouping order and key.
 SCRATCH_BYTES_PER_OCCURRENCE = 8 + 4 + 4 + 8 + 4

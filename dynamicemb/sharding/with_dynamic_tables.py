@@ -72,7 +72,7 @@ class WithDynamicTables:
         if found and self.__dict__.get("_is_built"):
             warnings.warn(
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows stay as they are; "
-                "use DynamicEmbLoad, or insert() for dense rows",
+                "import dense rows with insert() of dynamic_embedding_modules",
                 UserWarning,
                 stacklevel=4,
             )
@@ -83,7 +83,8 @@ class WithDynamicTables:
         if names and not self.__dict__.get("_warned_about_state_dict"):
             self.__dict__["_warned_about_state_dict"] = True
             warnings.warn(
-                f"state_dict() holds no rows of dynamic tables {names}; save them with DynamicEmbDump",
+                f"state_dict() holds no rows of dynamic tables {names}; "
+                "read them with export_keys_values() of dynamic_embedding_modules",
                 UserWarning,
                 stacklevel=4,
             )

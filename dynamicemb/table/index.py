@@ -1,6 +1,7 @@
 """The index of a group: which id is in which slot, and which row the slot owns."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ DROPPED = 6  # gradients of ids that were gone by the time of backward
 NUM_COUNTERS = 7
 COUNTER_NAMES = ("hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients")
 
-INDEX_BYTES_PER_SLOT = 25
+# keys, digests, scores, rows, tags.
+INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
 
 
 @dataclass
@@ -77,7 +79,9 @@ class Index:
         begin = 0
         for buckets, first_row in zip(num_buckets, first_rows, strict=True):
             size = buckets * bucket_capacity
-            torch.arange(first_row, first_row + size, dtype=torch.int32, out=rows[begin : begin + size])
+            # ``device`` also here: torch.set_default_device may say another.
+            part = rows[begin : begin + size]
+            torch.arange(first_row, first_row + size, dtype=torch.int32, device=device, out=part)
             begin += size
         return cls(
             keys=zeros(slots),
@@ -98,6 +102,10 @@ class Index:
         """Return the index whose ``tensors()`` these are."""
         names = [f.name for f in fields(cls) if f.name not in ("bucket_capacity", "accumulate")]
         return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, accumulate=accumulate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copied, because a tensor that is sent to another process is shared with it: its steps would show up here.
+        return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
 
     @property
     def num_slots(self) -> int:

@@ -104,8 +104,10 @@ class RowStore:
         self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Copied, because sending a tensor to another process moves its memory: the bases here would dangle.
         state = self.__dict__.copy()
         del state["chunk_bases"]
+        state["chunks"] = [chunk.clone() for chunk in self.chunks]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
