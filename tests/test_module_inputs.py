@@ -129,7 +129,9 @@ BAD_CALLS = {
     "insert rows list": (lambda m: m.insert("a", IDS, [[0.0] * 4] * 3), TypeError, ["rows", "(3, 4)"]),
     "insert rows shape": (lambda m: m.insert("a", IDS, torch.zeros(3, 5)), ValueError, ["rows", "(3, 4)", "(3, 5)"]),
     "insert rows device": (
-        lambda m: m.insert("a", IDS, torch.zeros(3, 4, device=META)), ValueError, ["rows", "cpu", "meta"]
+        lambda m: m.insert("a", IDS, torch.zeros(3, 4, device=META)),
+        ValueError,
+        ["rows", "cpu", "meta"],
     ),
     "erase table": (lambda m: m.erase("x", IDS), ValueError, ["table_name", "'x'"]),
     "erase ids": (lambda m: m.erase("a", [1]), TypeError, ["ids", "list"]),
@@ -201,7 +203,9 @@ BAD_MODULES = {
     "output dtype": (lambda: build(output_dtype=torch.float64), ValueError, ["output_dtype", "float64"]),
     "table dtype": (lambda: build([options(embedding_dtype=torch.int8)]), ValueError, ["embedding_dtype", "int8"]),
     "dtypes differ": (
-        lambda: build([options(), options(embedding_dtype=torch.float16)]), ValueError, ["embedding_dtype", "float16"]
+        lambda: build([options(), options(embedding_dtype=torch.float16)]),
+        ValueError,
+        ["embedding_dtype", "float16"],
     ),
     "steps differ": (lambda: build([options(), options(protect_steps=1)]), ValueError, ["protect_steps", "several"]),
     "optimizer": (lambda: build(optimizer="lamb"), ValueError, ["optimizer", "lamb", "adam"]),
@@ -212,7 +216,9 @@ BAD_MODULES = {
     "unknown argument": (lambda: build(lr=1.0), TypeError, ["lr"]),
     "meta device": (lambda: build(device="meta"), NotImplementedError, ["device", "meta", "cpu"]),
     "eval initializer": (
-        lambda: options(eval_initializer_args=options().initializer_args), ValueError, ["eval_initializer_args", "UNIFORM"]
+        lambda: options(eval_initializer_args=options().initializer_args),
+        ValueError,
+        ["eval_initializer_args", "UNIFORM"],
     ),
 }
 
