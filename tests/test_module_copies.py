@@ -188,11 +188,11 @@ def test_default_dtype_double_changes_no_row_and_no_export() -> None:
         module = trained()
         ids, rows = module.export_keys_values("a", "cpu")
         assert rows.dtype is torch.float32 and ids.dtype is torch.int64
-        assert module(*batch([1], [], [])).dtype is torch.float32
+        assert module.eval()(*batch([1], [], [])).dtype is torch.float32
         assert module._empty_tensor.dtype is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-    train(reference, 3), train(module, 3)
+    train(reference, 3), train(module.train(), 3)
     assert contents(module) == contents(reference)
 
 
