@@ -47,6 +47,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     In training mode missing ids are inserted, evicting the lowest score of a full bucket; in eval mode nothing changes
     and a missing id reads ``eval_initializer_args``. A training forward under ``torch.no_grad()`` inserts but does not
     train.
+
+    Threads may share a module: lookups and updates of one follow each other. A forked child must not use it, for the
+    kernels' threads do not survive a fork: start processes with ``spawn``, and each gets its own copy. Under
+    ``torch.utils.checkpoint`` a lookup runs twice, and counts twice for scores and statistics; it trains once.
     """
 
     def __init__(
@@ -278,7 +282,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         without = [self._group.names[t] for t in tables if self._group.names[t] in self._unscored]
         if without:
             raise DynamicEmbError(
-                f"score_strategy CUSTOMIZED: {', '.join(without)} has no score; "
+                f"score_strategy CUSTOMIZED: table {', '.join(without)} has no score; "
                 f"call set_score({{{without[0]!r}: 1}}) first"
             )
 

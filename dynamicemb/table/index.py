@@ -1,8 +1,10 @@
 """The index of a group: which id is in which slot, and which row the slot owns."""
 
 from dataclasses import dataclass, fields
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+import numpy as np
 import torch
 
 # Entries of ``Index.clock``, a small tensor on the table's device so that a step can advance it without the host.
@@ -25,6 +27,18 @@ COUNTER_NAMES = ("hits", "misses", "inserted", "evicted", "failed", "erased", "d
 
 # keys, digests, scores, rows, tags.
 INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
+
+
+def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
+    """Return a copy to be pickled in place of a tensor that this process goes on changing.
+
+    Pickling a tensor for another process moves its memory, so that kernels' addresses dangle, and shares it, so that
+    each process sees the other's steps. For a process that is being started a cloned tensor does not do: it is freed,
+    and its file descriptor closed, before the process has it.
+    """
+    if get_spawning_popen() is not None and tensor.device.type == "cpu":
+        return tensor.numpy()
+    return tensor.clone()
 
 
 @dataclass
@@ -104,8 +118,10 @@ class Index:
         return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, accumulate=accumulate)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copied, because a tensor that is sent to another process is shared with it: its steps would show up here.
-        return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
+        return {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in state.items()})
 
     @property
     def num_slots(self) -> int:

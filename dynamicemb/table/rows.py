@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dynamicemb.dynamicemb_config import row_bytes as bytes_of_row
+from dynamicemb.table.index import unshared
 
 MAX_ROWS = 2**31 - 1
 _BASE_ALIGNMENT = 64
@@ -104,16 +105,16 @@ class RowStore:
         self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copied, because sending a tensor to another process moves its memory: the bases here would dangle.
         state = self.__dict__.copy()
         del state["chunk_bases"]
-        state["chunks"] = [chunk.clone() for chunk in self.chunks]
+        state["chunks"] = [unshared(chunk) for chunk in self.chunks]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy lives elsewhere: take aligned memory and find every base again.
         self.__dict__.update(state)
-        self._take([_aligned(chunk.numel(), self.device).copy_(chunk) for chunk in self.chunks])
+        chunks = [torch.as_tensor(chunk) for chunk in self.chunks]
+        self._take([_aligned(chunk.numel(), self.device).copy_(chunk) for chunk in chunks])
 
     @property
     def num_tables(self) -> int:
