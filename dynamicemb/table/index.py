@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynamicemb.table.memory import allocate
+
 # Entries of ``Index.clock``, a small tensor on the table's device so that a step can advance it without the host.
 STEP = 0  # step number, the tag of everything this step touches
 OLDEST = 1  # oldest step whose ids are protected
@@ -86,10 +88,10 @@ class Index:
         """
         slots = sum(num_buckets) * bucket_capacity
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        rows = torch.empty(slots, dtype=torch.int32, device=device)
+        rows = allocate(slots, torch.int32, device)
         begin = 0
         for buckets, first_row in zip(num_buckets, first_rows, strict=True):
             size = buckets * bucket_capacity
@@ -98,11 +100,11 @@ class Index:
             torch.arange(first_row, first_row + size, dtype=torch.int32, device=device, out=part)
             begin += size
         return cls(
-            keys=zeros(slots),
-            digests=zeros(slots, dtype=torch.uint8),
-            scores=zeros(slots),
+            keys=allocate(slots, torch.int64, device, zero=True),
+            digests=allocate(slots, torch.uint8, device, zero=True),
+            scores=allocate(slots, torch.int64, device, zero=True),
             rows=rows,
-            tags=zeros(slots, dtype=torch.int32),
+            tags=allocate(slots, torch.int32, device, zero=True),
             bucket_offsets=torch.tensor([0, *num_buckets], dtype=torch.int64, device=device).cumsum(0),
             clock=zeros(CLOCK_SIZE),
             score_values=zeros(len(num_buckets)),
@@ -139,4 +141,4 @@ class Index:
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
