@@ -4,6 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+# Before torch loads OpenMP, whose threads would otherwise spin at barriers and keep the core from other tests' threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 

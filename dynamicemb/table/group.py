@@ -9,7 +9,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, UPDATES, Index
+from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.lookup import Lookup
@@ -171,8 +171,8 @@ class TableGroup:
             lookup: occurrences whose rows still belong to their ids, or are -1.
             grad: gradient of the lookup's output.
         """
+        self.kernels.begin_update(self.index)
         clock = self.index.clock
-        clock[UPDATES] += 1
         self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, self.initializers.keys)
 
     # Contents
