@@ -164,8 +164,9 @@ def test_c07_the_lowest_score_is_evicted_and_the_newcomer_wins(strategy: Score) 
         assert module.stats()["a"]["evicted"] == k + 1
 
 
-def test_c07_tags_are_rebased_long_before_they_overflow() -> None:
-    module = make_module([options(capacity=16, protect_steps=1)], pooling_mode=2)
+@pytest.mark.parametrize("protect_steps", [0, 1])
+def test_c07_tags_are_rebased_long_before_they_overflow(protect_steps: int) -> None:
+    module = make_module([options(capacity=16, protect_steps=protect_steps)], pooling_mode=2)
     module.tables.steps.current = REBASE_AT - 5
     module.tables.index.clock[STEP] = REBASE_AT - 5
     waiting = module(*bag_per_id([1, 2]))
