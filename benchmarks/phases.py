@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import statistics
 import time
 from collections import defaultdict
@@ -14,11 +15,14 @@ from benchmarks.engines import Engine
 from benchmarks.timing import ENOUGH_QUIET, Watch
 from benchmarks.workloads import Batch
 
-_LAUNCHERS = ("advance", "find", "insert", "initialize", "pool", "gather", "update")
+_LAUNCHERS = ("advance", "find", "pool", "gather", "update")
 # Functions outside of ``group.kernels``: phase -> where the caller looks the name up.
 _INSIDE = {
-    "group": "dynamicemb.table.cpu.update.group_by_row",
-    "check": "dynamicemb.embedding.module.check_batch",
+    "find": ("dynamicemb.table.cpu.find_or_insert", "find"),
+    "insert": ("dynamicemb.table.cpu.find_or_insert", "insert"),
+    "initialize": ("dynamicemb.table.cpu.find_or_insert", "initialize"),
+    "group": ("dynamicemb.table.cpu.update", "group_by_row"),
+    "check": ("dynamicemb.embedding.module", "check_batch"),
 }
 
 
@@ -74,10 +78,10 @@ def _timed_launchers(group: Any, stopwatch: _Stopwatch) -> Iterator[None]:
     kernels = group.kernels
     timed = {name: stopwatch.wrap(name, getattr(kernels, name)) for name in _LAUNCHERS}
     with contextlib.ExitStack() as stack:
-        for phase, target in _INSIDE.items():
-            module, name = target.rsplit(".", 1)
-            original = getattr(__import__(module, fromlist=[name]), name)
-            stack.enter_context(mock.patch(target, stopwatch.wrap(phase, original)))
+        for phase, (path, name) in _INSIDE.items():
+            # Launchers have the names of their modules, so a dotted path would find the function.
+            module = importlib.import_module(path)
+            stack.enter_context(mock.patch.object(module, name, stopwatch.wrap(phase, getattr(module, name))))
         group.kernels = SimpleNamespace(**{**vars(kernels), **timed})
         try:
             yield
