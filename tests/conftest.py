@@ -4,6 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+# Before torch loads OpenMP, whose threads would otherwise spin at barriers and keep the core from other tests' threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
@@ -66,7 +69,7 @@ def device(backend: str) -> torch.device:
 
 
 def drop_stale_kernels() -> None:
-    """Delete compiled numba kernels older than the newest kernel source: numba notices only changes of the same file."""
+    """Delete compiled numba kernels older than the newest source: numba notices changes of the same file only."""
     folder = Path(__file__).resolve().parent.parent / "dynamicemb" / "table" / "cpu"
     newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for compiled in folder.glob("__pycache__/*.nb[ic]"):

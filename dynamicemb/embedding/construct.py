@@ -1,7 +1,9 @@
 """From table options to a group of tables; every option is honoured or refused here."""
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 
@@ -42,16 +44,53 @@ class GroupFeatures:
     column_offsets: list[int]
 
 
-def check_options(options: list[DynamicEmbTableOptions], names: list[str], pooling: DynamicEmbPoolingMode) -> None:
-    """Check that the tables are complete, supported, and agree where one group must.
+def check_pooling_mode(pooling_mode: Any) -> DynamicEmbPoolingMode:
+    """Return the pooling mode, also of its number.
 
     Raises:
-        TypeError: something is not a ``DynamicEmbTableOptions``.
+        ValueError: there is no such mode.
+    """
+    try:
+        return DynamicEmbPoolingMode(pooling_mode)
+    except ValueError:
+        known = ", ".join(f"DynamicEmbPoolingMode.{mode.name}" for mode in DynamicEmbPoolingMode)
+        raise ValueError(f"pooling_mode {pooling_mode!r} is unknown; use one of {known}") from None
+
+
+def check_seed(seed: int | None) -> int:
+    """Return the seed of the initial values; None is torch's.
+
+    Raises:
+        TypeError: not an int.
+    """
+    if seed is None:
+        return torch.initial_seed()
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed must be an int or None, got {seed!r}; None takes torch.initial_seed()")
+    return seed
+
+
+def check_options(
+    options: Sequence[DynamicEmbTableOptions], names: Sequence[str] | None, pooling: DynamicEmbPoolingMode
+) -> list[str]:
+    """Check that the tables are complete, supported, and agree where one group must.
+
+    Returns:
+        The tables' names, T; ``table_0``, ``table_1``, ... if none are given.
+
+    Raises:
+        TypeError: something is not a ``DynamicEmbTableOptions``, or a name not a string.
         ValueError: an option is missing, or tables disagree.
         UnsupportedOptionError: an option this version cannot honour.
     """
+    if not isinstance(options, list | tuple):
+        raise TypeError(f"table_options must be a list of DynamicEmbTableOptions, got {type(options).__name__}")
     if not options:
         raise ValueError("table_options is empty; give one DynamicEmbTableOptions per table")
+    if names is None:
+        names = [f"table_{t}" for t in range(len(options))]
+    if not isinstance(names, list | tuple) or any(not isinstance(name, str) for name in names):
+        raise TypeError(f"table_names must be a list of strings, got {names!r}")
     if len(names) != len(options) or len(set(names)) != len(names):
         raise ValueError(f"table_names must be {len(options)} distinct names, got {names}")
     for name, option in zip(names, options, strict=True):
@@ -67,9 +106,12 @@ def check_options(options: list[DynamicEmbTableOptions], names: list[str], pooli
         if refused:
             raise UnsupportedOptionError(f"table {name!r}: " + "; ".join(refused))
     _check_agreement(options, names, pooling)
+    return list(names)
 
 
-def _check_agreement(options: list[DynamicEmbTableOptions], names: list[str], pooling: DynamicEmbPoolingMode) -> None:
+def _check_agreement(
+    options: Sequence[DynamicEmbTableOptions], names: Sequence[str], pooling: DynamicEmbPoolingMode
+) -> None:
     first = options[0]
     for name, option in zip(names[1:], options[1:], strict=True):
         mine, theirs = option.get_grouped_key(), first.get_grouped_key()
@@ -130,12 +172,10 @@ def build_group(
             f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots "
             "and a module has buckets of one size; give the tables equal capacities or to several modules"
         )
-    if device.type == "cpu" and any(o.local_hbm_for_values for o in options):
-        warnings.warn(
-            "local_hbm_for_values has no effect on the CPU: all rows are in host memory; set it to 0",
-            UserWarning,
-            stacklevel=4,
-        )
+    for name, option in zip(names, options, strict=True):
+        for field, reason in _idle_options(option, device).items():
+            value = getattr(option, field)
+            warnings.warn(f"table {name!r}: {field}={value!r} has no effect: {reason}", UserWarning, stacklevel=3)
     trained = first.training
     return TableGroup(
         names,
@@ -152,6 +192,20 @@ def build_group(
         ),
         device,
     )
+
+
+def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[str, str]:
+    """Return the options that are set and have no effect, and why."""
+    reasons = {"max_load_factor": "tables do not grow in this version; leave it at its default"}
+    if device.type == "cpu":
+        reasons["local_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
+        reasons["global_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
+        reasons["device_id"] = "the tables are on the CPU; set it to None"
+    if device.type == "cpu" and option.local_hbm_for_values:
+        # Sharding derives it from the global one; one warning is enough.
+        del reasons["global_hbm_for_values"]
+    defaults = {field.name: field.default for field in fields(option) if field.default is not MISSING}
+    return {name: why for name, why in reasons.items() if getattr(option, name) != defaults[name]}
 
 
 def _strategy(option: DynamicEmbTableOptions) -> DynamicEmbScoreStrategy:

@@ -80,6 +80,8 @@ def check_batch(
 
 
 def _check_shape(tensor: torch.Tensor, device: torch.device, name: str, size: int | None = None) -> None:
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; use {name}.to_dense()")
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}; use {name}.flatten()")
     if tensor.device != device:

@@ -1,5 +1,6 @@
 """The autograd function behind a training lookup: pool or gather forward, fused optimizer backward."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.layout import POOLING_NONE
+from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.steps import Step
 
@@ -34,25 +35,36 @@ class TrainingStep:
     epoch: int
 
 
-def read_rows(
-    group: TableGroup, lookup: Lookup, missing_values: torch.Tensor, output_dtype: torch.dtype
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Reading:
+    """How rows become an output.
+
+    Attributes:
+        missing_values: f32 ``[T]``, what an occurrence without a row reads.
+        dtype: dtype of the output.
+    """
+
+    missing_values: torch.Tensor
+    dtype: torch.dtype
+
+
+def read_rows(group: TableGroup, lookup: Lookup, reading: Reading) -> torch.Tensor:
     """Return the output of a lookup.
 
     Args:
         group: the tables.
         lookup: occurrences and their rows.
-        missing_values: f32 ``[T]``, what an occurrence without a row reads.
-        output_dtype: dtype of the result.
+        reading: what missing ids read, and the dtype of the result.
 
     Returns:
         ``[N, D]`` without pooling, else ``[B, total_D]``.
     """
     kernels = group.kernels
+    missing, dtype = reading.missing_values, reading.dtype
     if lookup.layout.pooling == POOLING_NONE:
-        return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing_values, output_dtype)
+        return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing, dtype)
     return kernels.pool(
-        group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing_values, output_dtype
+        group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing, dtype
     )
 
 
@@ -66,31 +78,67 @@ class LookupFunction(torch.autograd.Function):
         per_sample_weights: torch.Tensor | None,
         group: TableGroup,
         lookup: Lookup,
-        training: TrainingStep,
-        output: torch.Tensor,
+        training: TrainingStep | None,
+        reading: Reading,
     ) -> torch.Tensor:
-        """Return ``output``; remember what backward needs."""
-        ctx.group, ctx.lookup, ctx.training = group, lookup, training
+        """Return the output of the lookup; remember what backward needs. No ``training`` is evaluation."""
+        ctx.group, ctx.training, ctx.layout, ctx.reading = group, training, lookup.layout, reading
         ctx.weights_dtype = None if per_sample_weights is None else per_sample_weights.dtype
-        return output
+        # Saved, not kept: autograd then refuses a backward after the caller has overwritten his ids or weights, or
+        # after the graph has been freed.
+        saved = [lookup.ids, lookup.rows, lookup.table_ranges, lookup.offsets]
+        if lookup.per_sample_weights is not None:
+            saved.append(lookup.per_sample_weights)
+        ctx.save_for_backward(*(tensor.clone() if tensor.is_inference() else tensor for tensor in saved))
+        return read_rows(group, lookup, reading)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Train the rows; returns the gradient of the pooling weights if wanted."""
-        group, lookup, training = ctx.group, ctx.lookup, ctx.training
-        if training.epoch != group.epoch or training.step.finished:
-            # Rows may have gone to other ids since forward: look again, and drop what moved.
-            rows = group.rows_still_owned(lookup.ids, lookup.table_ranges, lookup.rows)
-            lookup = replace(lookup, rows=rows)
-        grad = grad.contiguous()
-        weights_grad = None
-        if ctx.needs_input_grad[1]:
-            weights_grad = group.kernels.pool_weights_grad(
-                group.store, lookup.rows, lookup.offsets, lookup.layout, grad
-            )
-            weights_grad = weights_grad.to(ctx.weights_dtype)
-        if ctx.needs_input_grad[0]:
-            group.update(training.owner.optimizer_spec, lookup, grad)
-        training.step.finish()
+        group, training = ctx.group, ctx.training
+        ids, rows, table_ranges, offsets, *weights = ctx.saved_tensors
+        lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
+        grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
+        try:
+            weights_grad = None
+            with group.lock:
+                # Rows may have gone to other ids since forward: look again, and drop what moved.
+                if training is None:
+                    lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))
+                elif training.epoch != group.epoch or training.step.finished:
+                    lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
+                if ctx.needs_input_grad[1]:
+                    weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, offsets, ctx.layout, grad)
+                    if training is None:
+                        _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
+                    weights_grad = weights_grad.to(ctx.weights_dtype)
+                if training is not None and ctx.needs_input_grad[0]:
+                    group.update(training.owner.optimizer_spec, lookup, grad)
+        finally:
+            # Also when it failed: the exception may keep this graph alive.
+            if training is not None:
+                training.step.finish()
         return None, weights_grad, None, None, None, None
+
+
+def _set_missing_weights_grad(weights_grad: torch.Tensor, lookup: Lookup, reading: Reading, grad: torch.Tensor) -> None:
+    """Write the gradient of the pooling weights of ids that read a constant.
+
+    Args:
+        weights_grad: f32 ``[N]``, changed in place.
+        lookup: rows are those of the forward.
+        reading: the constants.
+        grad: ``[B, total_D]``.
+    """
+    missing = (lookup.rows < 0).nonzero().flatten()
+    if not missing.numel():
+        return
+    layout, offsets = lookup.layout, lookup.offsets
+    columns = layout.column_offsets.tolist()
+    sums = [grad[:, begin:end].float().sum(1) for begin, end in itertools.pairwise(columns)]
+    bags = torch.searchsorted(offsets, missing, right=True) - 1
+    values = reading.missing_values[layout.feature_tables.long()[bags // layout.batch_size]] * torch.cat(sums)[bags]
+    if layout.pooling == POOLING_MEAN:
+        values = values / (offsets[bags + 1] - offsets[bags])
+    weights_grad[missing] = values

@@ -1,16 +1,24 @@
 """``BatchedDynamicEmbeddingTablesV2``: lookups with autograd and a fused optimizer over a group of dynamic tables."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
-from dynamicemb.embedding.construct import build_group, check_features, check_options, weights_dtype
+from dynamicemb.embedding.construct import (
+    build_group,
+    check_features,
+    check_options,
+    check_pooling_mode,
+    check_seed,
+    weights_dtype,
+)
 from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
-from dynamicemb.embedding.lookup import LookupFunction, TrainingStep, read_rows
+from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
@@ -39,6 +47,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     In training mode missing ids are inserted, evicting the lowest score of a full bucket; in eval mode nothing changes
     and a missing id reads ``eval_initializer_args``. A training forward under ``torch.no_grad()`` inserts but does not
     train.
+
+    Threads may share a module: lookups and updates of one follow each other. A forked child must not use it, for the
+    kernels' threads do not survive a fork: start processes with ``spawn``, and each gets its own copy. Under
+    ``torch.utils.checkpoint`` a lookup runs twice, and counts twice for scores and statistics; it trains once.
     """
 
     def __init__(
@@ -110,9 +122,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             UnsupportedOptionError: a legal option that this version cannot honour.
         """
         super().__init__()
-        names = table_names if table_names is not None else [f"table_{t}" for t in range(len(table_options))]
-        pooling_mode = DynamicEmbPoolingMode(pooling_mode)
-        check_options(table_options, list(names), pooling_mode)
+        pooling_mode = check_pooling_mode(pooling_mode)
+        names = check_options(table_options, table_names, pooling_mode)
         _check_idle_arguments(prefetch_pipeline, enforce_hbm, bounds_check_mode)
         if output_dtype not in _OUTPUT_DTYPES:
             raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
@@ -145,13 +156,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self.max_D = max(self.dims)
         self.total_D = self._features.column_offsets[-1]
         device = torch.device(device if device is not None else "cpu")
-        self._group = build_group(
-            table_options, list(names), self.optimizer_spec, torch.initial_seed() if seed is None else seed, device
-        )
-        self._group.learning_rate.fill_(learning_rate)
-        self._empty_tensor = nn.Parameter(torch.empty(0, device=device), requires_grad=True)
-        # CUSTOMIZED tables that were never given a score.
-        self._unscored = set(names) if self._group.options.strategy == SCORE_CUSTOMIZED else set()
+        if device.type == "cpu":
+            # "cpu:0" is no other device, but would not be equal to that of any tensor.
+            device = torch.device("cpu")
+        # Tables made in inference mode could only be changed there.
+        with torch.inference_mode(False):
+            self._group = build_group(table_options, names, self.optimizer_spec, check_seed(seed), device)
+            self._group.learning_rate.fill_(learning_rate)
+            self._empty_tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=True)
+            # CUSTOMIZED tables that were never given a score.
+        self._unscored = set(self._group.names) if self._group.options.strategy == SCORE_CUSTOMIZED else set()
         self._prepare_constants(device)
 
     def _prepare_constants(self, device: torch.device) -> None:
@@ -160,8 +174,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self._column_offsets = torch.tensor(self._features.column_offsets, dtype=torch.int64, device=device)
         self._table_features = torch.tensor(self._features.first_features, dtype=torch.int64, device=device)
         values = [float(option.eval_initializer_args.value) for option in self.table_options]
-        self._eval_values = torch.tensor(values, dtype=torch.float32, device=device)
-        self._failed_values = torch.zeros_like(self._eval_values)
+        missing = torch.tensor(values, dtype=torch.float32, device=device)
+        self._eval_reading = Reading(missing, self.output_dtype)
+        self._training_reading = Reading(torch.zeros_like(missing), self.output_dtype)
 
     # What the group is
 
@@ -261,26 +276,43 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 raise DynamicEmbError(
                     f"table {name!r} was made with training=False and has no optimizer state; call module.eval()"
                 )
-        if self._group.options.strategy == SCORE_CUSTOMIZED and self._unscored:
+        self._check_scores(range(len(self.dims)))
+
+    def _check_scores(self, tables: Iterable[int]) -> None:
+        without = [self._group.names[t] for t in tables if self._group.names[t] in self._unscored]
+        if without:
             raise DynamicEmbError(
-                f"score_strategy CUSTOMIZED: tables {sorted(self._unscored)} have no score; "
-                "call set_score({table: score}) before training"
+                f"score_strategy CUSTOMIZED: table {', '.join(without)} has no score; "
+                f"call set_score({{{without[0]!r}: 1}}) first"
             )
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         ranges = layout.table_ranges(batch.offsets)
-        lookup = _lookup(batch, layout, ranges, self._group.find(batch.ids, ranges))
-        return read_rows(self._group, lookup, self._eval_values, self.output_dtype)
+        with self._group.lock:
+            lookup = _lookup(batch, layout, ranges, self._group.find(batch.ids, ranges))
+            # The rows stay as they are, but the pooling weights still want their gradient.
+            return LookupFunction.apply(
+                self._empty_tensor.detach(), batch.per_sample_weights, self._group, lookup, None, self._eval_reading
+            )
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
+        # Backward trusts the offsets; the caller may refill his buffer before.
+        batch = replace(batch, offsets=batch.offsets.clone())
         ranges = layout.table_ranges(batch.offsets)
-        step = group.begin_step()
-        rows, _ = group.find_or_insert(batch.ids, ranges, batch.frequencies)
-        lookup = _lookup(batch, layout, ranges, rows)
-        output = read_rows(group, lookup, self._failed_values, self.output_dtype)
-        training = TrainingStep(self, step, group.epoch)
-        output = LookupFunction.apply(self._empty_tensor, batch.per_sample_weights, group, lookup, training, output)
+        with group.lock:
+            step = group.begin_step()
+            try:
+                rows, _ = group.find_or_insert(batch.ids, ranges, batch.frequencies)
+                lookup = _lookup(batch, layout, ranges, rows)
+                training = TrainingStep(self, step, group.epoch)
+                output: torch.Tensor = LookupFunction.apply(
+                    self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
+                )
+            except BaseException:
+                # The exception's traceback may live long, and with it the step.
+                step.finish()
+                raise
         if not output.requires_grad:
             step.finish()
         return output
@@ -340,7 +372,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         Args:
             table_name: which table.
             ids: int64, int32 or uint64 ``[N]``; of repeated ids the last counts.
-            rows: floating ``[N, D]`` weights. Optimizer state of new ids starts at its initial value.
+            rows: floating ``[N, D]`` weights. Optimizer state of new ids starts at its initial value, that of others
+                stays. The ids are touched as by a lookup, but STEP does not count an import as a training forward.
 
         Returns:
             bool ``[N]``: False where the id's bucket had no place for it.
@@ -355,6 +388,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 f"rows must have shape ({ids.numel()}, {dim}) on {self._group.device}, "
                 f"got {tuple(rows.shape)} on {rows.device}"
             )
+        self._check_scores([table])
         return self._group.assign(table, ids, rows.detach())
 
     def contains(self, table_name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -373,18 +407,27 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         Args:
             table_name: which table.
             device: where the result goes.
-            batch_size: rows copied at a time.
+            batch_size: rows copied at a time, at least 1.
 
         Returns:
             ``(ids i64[M], weights f32[M, D])``, in slot order.
+
+        Raises:
+            TypeError: ``batch_size`` is not an int.
+            ValueError: ``batch_size`` is below 1, or the table is unknown.
         """
         table = self._table(table_name)
-        slots = self._group.scan(table)
-        ids = self._group.index.keys[slots].to(device)
-        weights = torch.empty(slots.numel(), self.dims[table], device=device)
-        for begin in range(0, slots.numel(), batch_size):
-            rows = self._group.index.rows[slots[begin : begin + batch_size]]
-            weights[begin : begin + batch_size] = self._group.read(table, rows)[0].to(device)
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+            raise TypeError(f"batch_size must be an int, got {batch_size!r}; use for example 65536")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}; use for example 65536")
+        with self._group.lock:
+            slots = self._group.scan(table)
+            ids = self._group.index.keys[slots].to(device)
+            weights = torch.empty(slots.numel(), self.dims[table], dtype=torch.float32, device=device)
+            for begin in range(0, slots.numel(), batch_size):
+                rows = self._group.index.rows[slots[begin : begin + batch_size]]
+                weights[begin : begin + batch_size] = self._group.read(table, rows)[0].to(device)
         return ids, weights
 
     def flush(self) -> None:
@@ -417,7 +460,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Module protocol
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        probe = fn(self._empty_tensor.detach())
+        probe = fn(torch.empty_like(self._empty_tensor))
+        if probe.is_shared() and not self._empty_tensor.is_shared():
+            raise DynamicEmbError(
+                "share_memory: dynamic tables cannot be shared between processes, each would change them unseen by the "
+                "others; give every process its own module"
+            )
         if probe.device != self._empty_tensor.device or probe.dtype != self._empty_tensor.dtype:
             raise DynamicEmbError(
                 f"dynamic tables stay on {self._group.device} in their dtype {self.embedding_dtype}; "

@@ -1,5 +1,6 @@
 """The tables of one module, fused in one index: find, insert, erase, export, statistics."""
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, UPDATES, Index
+from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.lookup import Lookup
@@ -77,6 +78,7 @@ class TableGroup:
                 f"max_capacity: the tables {names} have {sum(capacities)} slots together, more than {MAX_SLOTS}; "
                 "lower the capacities or give the tables to several modules"
             )
+        self.kernels = kernels_for(device)
         self.names = names
         self.capacities = capacities
         self.options = options
@@ -93,29 +95,40 @@ class TableGroup:
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
-        self.kernels = kernels_for(device)
+        # A lookup is several kernels: held from the first to the last, so that no other thread sees an id whose row is
+        # not written yet, or takes a row between a check and an update.
+        self.lock = threading.RLock()
         # On the device, so that a captured step sees it change.
         self.learning_rate = torch.zeros(1, dtype=torch.float32, device=device)
         self._state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"]
+        del state["kernels"], state["lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kernels = kernels_for(self.device)
+        self.lock = threading.RLock()
 
     # Steps
 
-    def begin_step(self) -> Step:
-        """Start a step that inserts: advance the clock, protect what it will touch."""
+    def begin_step(self, training: bool = True) -> Step:
+        """Start a step that inserts: advance the clock, protect what it will touch.
+
+        Args:
+            training: whether it is a training forward, which STEP scores count.
+        """
         shift = self.steps.rebase()
         if shift:
             self.kernels.rebase(self.index, shift)
         step = self.steps.begin()
-        self.kernels.advance(self.index, self.steps.lag(), self.options.strategy)
+        strategy = self.options.strategy
+        if strategy == SCORE_STEP and not training:
+            # A strategy whose score value stays as it is.
+            strategy = SCORE_CUSTOMIZED
+        self.kernels.advance(self.index, self.steps.lag(), strategy)
         return step
 
     # Lookups
@@ -158,8 +171,8 @@ class TableGroup:
             lookup: occurrences whose rows still belong to their ids, or are -1.
             grad: gradient of the lookup's output.
         """
+        self.kernels.begin_update(self.index)
         clock = self.index.clock
-        clock[UPDATES] += 1
         self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, self.initializers.keys)
 
     # Contents
@@ -193,13 +206,14 @@ class TableGroup:
 
     def erase(self, table: int, ids: torch.Tensor) -> int:
         """Remove ids of a table; returns how many were there. They start fresh when they return."""
-        erased = self.kernels.erase(self.index, ids, self._ranges_of(table, ids.numel()))
-        self.epoch += 1
-        count = int(erased.sum())
-        if count:
-            digests = self._slots_of(table, self.index.digests)
-            if int((digests == 1).sum()) * _REBUILD_SHARE > digests.numel():
-                self.kernels.rebuild(self.index, table)
+        with self.lock:
+            erased = self.kernels.erase(self.index, ids, self._ranges_of(table, ids.numel()))
+            self.epoch += 1
+            count = int(erased.sum())
+            if count:
+                digests = self._slots_of(table, self.index.digests)
+                if int((digests == 1).sum()) * _REBUILD_SHARE > digests.numel():
+                    self.kernels.rebuild(self.index, table)
         return count
 
     def assign(self, table: int, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -213,16 +227,16 @@ class TableGroup:
         Returns:
             bool ``[N]``: False where the bucket was full of protected ids.
         """
-        step = self.begin_step()
-        try:
-            rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
-        finally:
-            step.finish()
-        placed = rows >= 0
-        last = _last_occurrences(rows)
-        keep = last[rows[last] >= 0]
-        self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
-        return placed
+        with self.lock:
+            step = self.begin_step(training=False)
+            try:
+                rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
+            finally:
+                step.finish()
+            last = _last_occurrences(rows)
+            keep = last[rows[last] >= 0]
+            self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
+        return rows >= 0
 
     def set_score(self, table: int, value: int) -> None:
         """Set the score that touches leave from now on (CUSTOMIZED)."""
@@ -237,8 +251,12 @@ class TableGroup:
         return value + 1 if self.options.strategy == SCORE_STEP else value
 
     def now(self) -> int:
-        """Return Unix nanoseconds, later than any step so far."""
-        return max(int(self.index.clock[NOW]) + 1, time.time_ns())
+        """Return Unix nanoseconds, later than any step so far and not later than any step to come."""
+        with self.lock:
+            now = max(int(self.index.clock[NOW]) + 1, time.time_ns())
+            # The system's clock may be set back; the next step is at ``now`` or later all the same.
+            self.index.clock[NOW] = now - 1
+        return now
 
     # Reports
 

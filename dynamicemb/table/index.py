@@ -1,8 +1,13 @@
 """The index of a group: which id is in which slot, and which row the slot owns."""
 
 from dataclasses import dataclass, fields
+from multiprocessing.context import get_spawning_popen
+from typing import Any
 
+import numpy as np
 import torch
+
+from dynamicemb.table.memory import allocate
 
 # Entries of ``Index.clock``, a small tensor on the table's device so that a step can advance it without the host.
 STEP = 0  # step number, the tag of everything this step touches
@@ -22,7 +27,20 @@ DROPPED = 6  # gradients of ids that were gone by the time of backward
 NUM_COUNTERS = 7
 COUNTER_NAMES = ("hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients")
 
-INDEX_BYTES_PER_SLOT = 25
+# keys, digests, scores, rows, tags.
+INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
+
+
+def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
+    """Return a copy to be pickled in place of a tensor that this process goes on changing.
+
+    Pickling a tensor for another process moves its memory, so that kernels' addresses dangle, and shares it, so that
+    each process sees the other's steps. For a process that is being started a cloned tensor does not do: it is freed,
+    and its file descriptor closed, before the process has it.
+    """
+    if get_spawning_popen() is not None and tensor.device.type == "cpu":
+        return tensor.numpy()
+    return tensor.clone()
 
 
 @dataclass
@@ -70,21 +88,23 @@ class Index:
         """
         slots = sum(num_buckets) * bucket_capacity
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        rows = torch.empty(slots, dtype=torch.int32, device=device)
+        rows = allocate(slots, torch.int32, device)
         begin = 0
         for buckets, first_row in zip(num_buckets, first_rows, strict=True):
             size = buckets * bucket_capacity
-            torch.arange(first_row, first_row + size, dtype=torch.int32, out=rows[begin : begin + size])
+            # ``device`` also here: torch.set_default_device may say another.
+            part = rows[begin : begin + size]
+            torch.arange(first_row, first_row + size, dtype=torch.int32, device=device, out=part)
             begin += size
         return cls(
-            keys=zeros(slots),
-            digests=zeros(slots, dtype=torch.uint8),
-            scores=zeros(slots),
+            keys=allocate(slots, torch.int64, device, zero=True),
+            digests=allocate(slots, torch.uint8, device, zero=True),
+            scores=allocate(slots, torch.int64, device, zero=True),
             rows=rows,
-            tags=zeros(slots, dtype=torch.int32),
+            tags=allocate(slots, torch.int32, device, zero=True),
             bucket_offsets=torch.tensor([0, *num_buckets], dtype=torch.int64, device=device).cumsum(0),
             clock=zeros(CLOCK_SIZE),
             score_values=zeros(len(num_buckets)),
@@ -98,6 +118,12 @@ class Index:
         """Return the index whose ``tensors()`` these are."""
         names = [f.name for f in fields(cls) if f.name not in ("bucket_capacity", "accumulate")]
         return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, accumulate=accumulate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in state.items()})
 
     @property
     def num_slots(self) -> int:
@@ -115,4 +141,4 @@ class Index:
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from dynamicemb.dynamicemb_config import row_bytes as bytes_of_row
+from dynamicemb.table.index import unshared
+from dynamicemb.table.memory import allocate
 
 MAX_ROWS = 2**31 - 1
-_BASE_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class RowStore:
         """
         self._describe(formats, dtype, device, _chunk_shift(capacities))
         sizes = [rows * row_format.num_bytes(dtype) for rows, row_format in zip(capacities, formats, strict=True)]
-        self._take([_aligned(size, device) for size in sizes])
+        self._take([allocate(size, torch.uint8, device) for size in sizes])
 
     @classmethod
     def attach(
@@ -106,12 +107,14 @@ class RowStore:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["chunk_bases"]
+        state["chunks"] = [unshared(chunk) for chunk in self.chunks]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy lives elsewhere: take aligned memory and find every base again.
         self.__dict__.update(state)
-        self._take([_aligned(chunk.numel(), self.device).copy_(chunk) for chunk in self.chunks])
+        chunks = [torch.as_tensor(chunk) for chunk in self.chunks]
+        self._take([allocate(chunk.numel(), torch.uint8, self.device).copy_(chunk) for chunk in chunks])
 
     @property
     def num_tables(self) -> int:
@@ -121,13 +124,6 @@ class RowStore:
     def num_bytes(self) -> int:
         """Return the bytes allocated for rows."""
         return sum(chunk.untyped_storage().nbytes() for chunk in self.chunks)
-
-
-def _aligned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return u8 ``[num_bytes]`` that starts at a multiple of 64."""
-    raw = torch.empty(num_bytes + _BASE_ALIGNMENT, dtype=torch.uint8, device=device)
-    begin = -raw.data_ptr() % _BASE_ALIGNMENT
-    return raw[begin : begin + num_bytes]
 
 
 def _chunk_shift(capacities: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Kernels in numba, for tables on the CPU."""
 
-from dynamicemb.table.cpu.advance import advance, rebase
+from dynamicemb.table.cpu.advance import advance, begin_update, rebase
 from dynamicemb.table.cpu.erase import erase, rebuild
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
@@ -14,6 +14,7 @@ from dynamicemb.table.cpu.update import update
 
 __all__ = [
     "advance",
+    "begin_update",
     "erase",
     "find",
     "find_or_insert",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
@@ -51,5 +52,10 @@ def find_or_insert(
     result = insert(index, ids, table_ranges, rows, frequencies)
     if result.new.numel():
         tables = torch.searchsorted(table_ranges, result.new, right=True).sub_(1).to(torch.int32)
-        initialize(store, initializers, rows[result.new], ids[result.new], tables, state_values)
+        try:
+            initialize(store, initializers, rows[result.new], ids[result.new], tables, state_values)
+        except BaseException:
+            # These rows still hold a victim's values, or nothing: nobody must find them.
+            erase(index, ids[result.new], torch.searchsorted(result.new, table_ranges))
+            raise
     return rows, Inserted(result)

@@ -49,23 +49,25 @@ def insert(
     number.
     """
     missing = np.flatnonzero(rows.numpy() < 0)
+    if not missing.size:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return InsertResult(nothing, nothing, nothing, nothing)
     outcome = np.zeros(missing.size, np.uint8)
     victims = np.zeros((2, missing.size), np.int64)
-    if missing.size:
-        parts = num_threads() if missing.size >= 512 else 1
-        counts = np.zeros((parts, index.num_tables, 4), np.int64)
-        batch = (
-            ids.data_ptr(),
-            table_ranges.data_ptr(),
-            rows.data_ptr(),
-            0 if frequencies is None else frequencies.data_ptr(),
-        )
-        _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
-        counted = counts.sum(0)
-        counters = index.counters.numpy()
-        counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
-        counters[:, EVICTED] += counted[:, _EVICTED]
-        counters[:, FAILED] += counted[:, _FAILED]
+    parts = num_threads() if missing.size >= 512 else 1
+    counts = np.zeros((parts, index.num_tables, 4), np.int64)
+    batch = (
+        ids.data_ptr(),
+        table_ranges.data_ptr(),
+        rows.data_ptr(),
+        0 if frequencies is None else frequencies.data_ptr(),
+    )
+    _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
+    counted = counts.sum(0)
+    counters = index.counters.numpy()
+    counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
+    counters[:, EVICTED] += counted[:, _EVICTED]
+    counters[:, FAILED] += counted[:, _FAILED]
     new = (outcome == _INSERTED) | (outcome == _EVICTED)
     evicted = outcome == _EVICTED
     return InsertResult(

@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LAUNCH = threading.Lock()
 
 # Below this many items a second thread costs more than it brings.
-_PARALLEL_FROM = 4096
+_PARALLEL_FROM = 16384
 
 
 def num_threads() -> int:

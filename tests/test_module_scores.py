@@ -1,0 +1,270 @@
+"""Scores and reports of the module: what each strategy stores, counts, memory (lines 6, 7, 10 and 20)."""
+
+import time
+
+import pytest
+import torch
+
+from dynamicemb import DynamicEmbScoreStrategy as Score
+from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.index import STEP
+from dynamicemb.table.steps import REBASE_AT
+from tests.lookups import (
+    EXTREME,
+    OPTIMIZERS,
+    assert_unchanged,
+    bag_per_id,
+    batch,
+    constant,
+    contents,
+    make_module,
+    options,
+    row_of,
+    score_of,
+    snapshot,
+)
+
+
+def scores(module, table: str = "a") -> dict[int, int]:
+    return {key: score for key, (score, _) in contents(module)[table].items()}
+
+
+def test_c10_timestamp_is_unix_nanoseconds_and_strictly_increases() -> None:
+    module = make_module()
+    begin = time.time_ns()
+    for step in range(50):
+        module(*bag_per_id([step, step]))
+    values = [scores(module)[step] for step in range(50)]
+    assert begin <= values[0] and values[-1] <= time.time_ns()
+    assert all(a < b for a, b in zip(values, values[1:]))
+    threshold = module.get_score()["a"]
+    module(*bag_per_id([3, 100]))
+    late = scores(module)
+    assert late[3] == late[100] >= threshold > late[49]
+
+
+def test_c10_timestamp_survives_a_clock_that_is_set_back(monkeypatch) -> None:
+    module = make_module()
+    now = [10**18]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    module(*bag_per_id([1]))
+    assert scores(module)[1] == 10**18
+    now[0] += 1000
+    threshold = module.get_score()["a"]
+    now[0] -= 10**9
+    module(*bag_per_id([2]))
+    module(*bag_per_id([3]))
+    assert 10**18 < threshold <= scores(module)[2] < scores(module)[3]
+
+
+def test_c10_step_counts_training_forwards_from_1() -> None:
+    module = make_module([options(score_strategy=Score.STEP), options(score_strategy=Score.STEP)])
+    assert module.get_score() == {"a": 1, "b": 1}
+    module(*batch([5], []))
+    assert score_of(module, "a", 5) == 1 and module.get_score() == {"a": 2, "b": 2}
+    module.eval()(*batch([5], [9]))
+    module.train().insert("b", torch.tensor([9]), torch.zeros(1, 4))
+    module.erase("b", torch.tensor([9]))
+    module.set_learning_rate(0.5)
+    assert module.get_score() == {"a": 2, "b": 2}
+    with torch.no_grad():
+        module(*batch([6], [7]))
+    assert score_of(module, "a", 6) == score_of(module, "b", 7) == 2 and score_of(module, "a", 5) == 1
+    with pytest.raises(ValueError):
+        module(*batch([6]))
+    assert module.get_score() == {"a": 3, "b": 3}
+
+
+def test_c10_customized_scores_are_those_last_set_per_table() -> None:
+    module = make_module([options(score_strategy=Score.CUSTOMIZED)] * 2)
+    before = snapshot(module)
+    for call in (
+        lambda: module(*batch([1], [1])),
+        lambda: module.insert("b", torch.tensor([1]), torch.zeros(1, 4)),
+    ):
+        with pytest.raises(DynamicEmbError, match="CUSTOMIZED.*set_score"):
+            call()
+    assert_unchanged(module, before)
+    assert module.get_score() == {"a": 0, "b": 0}
+    module.set_score({"a": 2**63 - 1})
+    with pytest.raises(DynamicEmbError, match="b has no score"):
+        module(*batch([1], [1]))
+    module.set_score({"b": 7})
+    module(*batch([1], [1]))
+    assert score_of(module, "a", 1) == 2**63 - 1 and score_of(module, "b", 1) == 7
+    assert module.get_score() == {"a": 2**63 - 1, "b": 7}
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (2**63, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)],
+)
+def test_c10_wrong_customized_scores_are_refused_for_all_tables(value: object, error: type) -> None:
+    module = make_module([options(score_strategy=Score.CUSTOMIZED)] * 2)
+    with pytest.raises(error, match="score of table 'b'"):
+        module.set_score({"a": 3, "b": value})
+    with pytest.raises(ValueError, match="'x' is unknown"):
+        module.set_score({"a": 3, "x": 1})
+    assert module.get_score() == {"a": 0, "b": 0}
+
+
+def test_c10_a_decreasing_customized_score_warns_unless_told_not_to(monkeypatch, recwarn) -> None:
+    module = make_module([options(score_strategy=Score.CUSTOMIZED)])
+    module.set_score({"a": 9})
+    with pytest.warns(UserWarning, match="'a' decreases from 9 to 8"):
+        module.set_score({"a": 8})
+    monkeypatch.setenv("DYNAMICEMB_CSTM_SCORE_CHECK", "0")
+    recwarn.clear()
+    module.set_score({"a": 7})
+    assert not recwarn.list and module.get_score() == {"a": 7}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_c10_lfu_counts_are_exact(dtype: torch.dtype) -> None:
+    module = make_module(
+        [options(score_strategy=Score.LFU), options(score_strategy=Score.LFU)], feature_table_map=[0, 0, 1]
+    )
+    expected: dict[tuple[str, int], int] = {}
+    generator = torch.Generator().manual_seed(0)
+    for step in range(6):
+        bags = [torch.randint(0, 12, (20,), generator=generator).tolist() for _ in range(3)]
+        counts = (
+            torch.randint(1, 2**31 - 1, (60,), generator=generator).to(dtype) if step % 2 else torch.ones(60).to(dtype)
+        )
+        module(*batch(*bags), frequency_counters=counts if step else None)
+        for i, key in enumerate(key for bag in bags for key in bag):
+            name = "b" if i >= 40 else "a"
+            expected[name, key] = expected.get((name, key), 0) + int(counts[i])
+    assert {(name, key): s for name in "ab" for key, s in scores(module, name).items()} == expected
+    assert max(expected.values()) > 2**32
+    module.eval()(*batch([1], [], []))
+    assert scores(module)[1] == expected["a", 1] and module.get_score() == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("strategy", [Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU])
+def test_c07_the_lowest_score_is_evicted_and_the_newcomer_wins(strategy: Score) -> None:
+    module = make_module([options(capacity=16, score_strategy=strategy)])
+    if strategy is Score.CUSTOMIZED:
+        module.set_score({"a": 5})
+    module(*bag_per_id(range(16)))
+    for key in range(15, 0, -1):
+        if strategy is Score.CUSTOMIZED:
+            module.set_score({"a": 5 + 16 - key})
+        module(*bag_per_id([key] * (17 - key)))
+    if strategy is Score.CUSTOMIZED:
+        with pytest.warns(UserWarning):
+            module.set_score({"a": 1})
+    for k, victim in enumerate([0, 15, 14]):
+        # With LFU and the lowest custom score, the newcomer itself is the next victim: touch it often.
+        more = [100 + k] * (50 if strategy is Score.LFU else 1)
+        if strategy is Score.CUSTOMIZED:
+            module.set_score({"a": 1000 + k})
+        module(*bag_per_id(more))
+        assert not module.contains("a", torch.tensor([victim])).any()
+        assert module.stats()["a"]["evicted"] == k + 1
+
+
+@pytest.mark.parametrize("protect_steps", [0, 1])
+def test_c07_tags_are_rebased_long_before_they_overflow(protect_steps: int) -> None:
+    module = make_module([options(capacity=16, protect_steps=protect_steps)], pooling_mode=2)
+    module.tables.steps.current = REBASE_AT - 5
+    module.tables.index.clock[STEP] = REBASE_AT - 5
+    waiting = module(*bag_per_id([1, 2]))
+    for step in range(12):
+        module(*bag_per_id([10 + step])).sum().backward()
+    assert int(module.tables.index.tags.max()) < 100
+    assert module.contains("a", torch.tensor([1, 2])).all()
+    row = row_of(module, "a", 1)[0]
+    module(*bag_per_id(range(100, 120))).sum().backward()
+    assert module.contains("a", torch.tensor([1, 2])).all() and module.stats()["a"]["failed"] > 0
+    waiting.sum().backward()
+    assert torch.equal(row_of(module, "a", 1)[0], row - 1)
+    module(*bag_per_id([500])).sum().backward()
+    module(*bag_per_id([501])).sum().backward()
+    module(*bag_per_id(range(600, 610))).sum().backward()
+    assert not module.contains("a", torch.tensor([1, 2])).any()
+
+
+# Reports
+
+
+def test_c06_failed_ids_are_counted_read_zeros_and_drop_their_gradients() -> None:
+    module = make_module([options(capacity=16), options(capacity=16)], pooling_mode=2)
+    ids, offsets = batch([*range(16), 20, 20], [1])
+    output = module(ids, offsets)
+    assert not output[16:18].any() and output[18].any()
+    kept = contents(module)["a"]
+    grad = torch.zeros_like(output)
+    grad[16:18] = 5
+    output.backward(grad)
+    assert contents(module)["a"] == kept
+    assert module.stats()["a"]["failed"] == 2 and module.stats()["b"]["failed"] == 0
+
+
+def test_c06_stats_count_what_happened() -> None:
+    module = make_module([options(capacity=16), options(capacity=32)])
+    module(*batch([1, 1, 2], [5])).sum().backward()
+    module(*batch([1, 3], [])).sum().backward()
+    module.erase("a", torch.tensor([3, 3, 4]))
+    module(*batch(range(100, 116), [])).sum().backward()
+    stats = module.stats()
+    assert stats["a"] == {
+        "size": 16, "capacity": 16, "load": 1.0, "hits": 1, "misses": 20, "inserted": 19, "evicted": 2, "failed": 0,
+        "erased": 1, "dropped_gradients": 0,
+    }  # fmt: skip
+    assert stats["b"]["size"] == 1 and stats["b"]["load"] == 1 / 32 and stats["b"]["misses"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_c20_memory_usage_is_what_the_tensors_hold(optimizer: str, dtype: torch.dtype) -> None:
+    module = make_module([options(d, c, embedding_dtype=dtype) for d, c in ((5, 100), (64, 33))], optimizer=optimizer)
+    group = module.tables
+    usage = module.memory_usage()
+    assert usage["index"] == sum(t.untyped_storage().nbytes() for t in group.index.tensors())
+    assert usage["rows"] == sum(chunk.untyped_storage().nbytes() for chunk in group.store.chunks)
+    exact = 0
+    for d, c in ((5, 112), (64, 48)):
+        state = {"sgd": 0, "adam": 2 * d, "exact_adagrad": d, "exact_row_wise_adagrad": 1}[optimizer]
+        weights = (d * dtype.itemsize + 3) // 4 * 4
+        exact += c * ((weights + 4 * state + 15) // 16 * 16)
+    assert exact <= usage["rows"] <= exact + 128
+    assert 25 * 160 <= usage["index"] <= 25 * 160 + 1024
+
+
+def test_representation_and_attributes_describe_the_module() -> None:
+    module = make_module([options(4), options(8, 20)], feature_table_map=[0, 0, 1], optimizer="adam")
+    assert repr(module) == "BatchedDynamicEmbeddingTablesV2(a: 64x4, b: 32x8, adam, SUM, device=cpu)"
+    assert (module.dims, module.total_D, module.max_D, module.feature_num) == ([4, 8], 16, 8, 3)
+    assert module.feature_offsets == [0, 2, 3] and module.table_names == ["a", "b"] and module.cache is None
+    assert module.optimizer.name == "adam" and module.optimizer.learning_rate == 1.0
+    module.set_learning_rate(0.25)
+    assert module.optimizer.learning_rate == 0.25
+    assert [w.shape for w in module.split_embedding_weights()] == [(1, 1), (1, 1)]
+    module.flush()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16, 65536])
+def test_export_returns_every_row_whatever_the_batch_size(batch_size: int) -> None:
+    module = make_module([options(d, 64, embedding_dtype=torch.bfloat16) for d in (3, 5)])
+    module(*batch(EXTREME, [1, 2])).sum().backward()
+    for name, dim, expected in (("a", 3, EXTREME), ("b", 5, [1, 2])):
+        ids, rows = module.export_keys_values(name, torch.device("cpu"), batch_size=batch_size)
+        assert ids.dtype is torch.int64 and rows.dtype is torch.float32 and rows.shape == (len(expected), dim)
+        assert sorted(ids.tolist()) == sorted(expected)
+        for key, row in zip(ids.tolist(), rows, strict=True):
+            assert torch.equal(row, row_of(module, name, key)[0])
+    empty, nothing = make_module([options(3)]).export_keys_values("a", "cpu", batch_size)
+    assert empty.shape == (0,) and nothing.shape == (0, 3)
+
+
+def test_erase_and_contains_take_any_ids_and_change_only_their_table() -> None:
+    module = make_module([options(initializer_args=constant(1.0))] * 2)
+    module(*batch(range(40), range(40)))
+    other = contents(module)["b"]
+    assert module.erase("a", torch.arange(40)[::2].to(torch.int32)) == 20
+    assert module.erase("a", torch.tensor([], dtype=torch.int64)) == 0
+    assert module.contains("a", torch.arange(42)).tolist() == [k % 2 == 1 for k in range(40)] + [False] * 2
+    assert module.contains("a", torch.tensor([], dtype=torch.int64)).shape == (0,)
+    assert contents(module)["b"] == other and module.stats()["a"]["erased"] == 20
+    module.tables.check_invariants()
