@@ -1,0 +1,201 @@
+"""Group the occurrences of a batch by row, and cut the groups into units of work."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
+
+# Occurrences of a segment that one program sums; a longer segment is cut into so long pieces, counted from its start.
+PIECE = 32
+_BLOCK = 1024
+
+# A unit packs into an int64: begin, count, table, whether it begins a segment, and whether it is a whole one.
+_COUNT_SHIFT = tl.constexpr(31)
+_TABLE_SHIFT = tl.constexpr(39)
+_FIRST_SHIFT = tl.constexpr(61)
+_WHOLE_SHIFT = tl.constexpr(62)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Occurrences sorted by row, and the work on them. Lists have no order; their lengths are on the device.
+
+    Attributes:
+        order: i64 ``[N]``, occurrences by ascending row, in their order within a row; those without a row come first.
+        counts: i32 ``[2]``, units and long units.
+        units: i64 ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one.
+        addresses: i64 ``[N]``, the row of each unit.
+        long_units: i64 ``[N // PIECE + 1]``, packed, one for each segment longer than PIECE.
+        long_addresses: i64, the row of each.
+        long_counts: i32, occurrences of each.
+    """
+
+    order: torch.Tensor
+    counts: torch.Tensor
+    units: torch.Tensor
+    addresses: torch.Tensor
+    long_units: torch.Tensor
+    long_addresses: torch.Tensor
+    long_counts: torch.Tensor
+
+
+def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
+    """Sort the occurrences of a lookup by row, keeping their order within a row, and list the units of work.
+
+    The sort is stable and the pieces are counted from their segment's start, so what is summed in which order depends on
+    the segment alone.
+
+    Args:
+        store: the rows.
+        lookup: occurrences of the forward; those of row -1 are in no unit.
+
+    Example: ``rows = [7, -1, 3, 7]`` gives ``order = [1, 2, 0, 3]`` and the units (begin 1, count 1) and (2, 2).
+
+    Host sync: none. Bytes moved: 4 N + 96 N for the sort, 20 N + 16 for each unit.
+    """
+    rows = lookup.rows.contiguous()
+    num, device = rows.numel(), rows.device
+    ordered, order = torch.sort(rows, stable=True)
+    most_long = num // PIECE + 1
+    words = torch.empty(2 * num + 2 * most_long, dtype=torch.int64, device=device)
+    groups = Groups(
+        order,
+        torch.zeros(2, dtype=torch.int32, device=device),
+        *words.split([num, num, most_long, most_long]),
+        torch.empty(most_long, dtype=torch.int32, device=device),
+    )
+    shape = row_shape(store)
+    _group_kernel[(triton.cdiv(num, _BLOCK),)](
+        ordered,
+        order,
+        lookup.table_ranges,
+        store.chunk_bases,
+        store.row_bytes,
+        groups.counts,
+        groups.units,
+        groups.addresses,
+        groups.long_units,
+        groups.long_addresses,
+        groups.long_counts,
+        num,
+        store.num_tables,
+        store.chunk_shift,
+        ROW_BYTES=shape.row_bytes,
+        PIECE=PIECE,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return groups
+
+
+@triton.jit
+def unpack(unit):
+    """Return ``(begin, count, table, first, whole)`` of a packed unit."""
+    begin = (unit & ((1 << _COUNT_SHIFT) - 1)).to(tl.int32)
+    count = ((unit >> _COUNT_SHIFT) & ((1 << (_TABLE_SHIFT - _COUNT_SHIFT)) - 1)).to(tl.int32)
+    table = ((unit >> _TABLE_SHIFT) & ((1 << (_FIRST_SHIFT - _TABLE_SHIFT)) - 1)).to(tl.int32)
+    return begin, count, table, ((unit >> _FIRST_SHIFT) & 1) != 0, (unit >> _WHOLE_SHIFT) != 0
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _minimum(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _equal_from(ordered_ptr, row, position, most, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many of ``position, position + STEP, ...`` hold ``row`` without a gap; at most ``most`` exist.
+
+    ``BLOCK`` places are compared at a time. Equal rows lie together, so beyond the first block the answer is narrowed by
+    a factor of ``BLOCK`` with each read.
+
+    Example: rows ``[3, 7, 7, 7, 9]``, row 7, position 2, most 3, step -1 gives 2.
+    """
+    lane = tl.arange(0, BLOCK)
+    stride = tl.full((), 1, tl.int32)
+    run = tl.full((), 0, tl.int32)
+    width = tl.minimum(most, BLOCK)
+    while width > 0:
+        distance = (lane + 1) * stride
+        place = position + STEP * (run + distance - 1).to(tl.int64)
+        possible = distance <= width
+        same = possible & (tl.load(ordered_ptr + place, mask=possible, other=-1) == row)
+        equal = tl.sum(same.to(tl.int32), 0)
+        run += equal * stride
+        width = tl.minimum(stride - 1, width - equal * stride)
+        if (run == BLOCK) & (stride == 1) & (most > BLOCK):
+            # The first block was full: now the rest, which is left alone when it is found to be empty.
+            width = most - BLOCK
+        stride = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
+    return run
+
+
+@triton.jit(do_not_specialize=["num", "num_tables", "chunk_shift"])
+def _group_kernel(
+    ordered_ptr,
+    order_ptr,
+    table_ranges_ptr,
+    chunk_bases_ptr,
+    row_bytes_ptr,
+    counts_ptr,
+    units_ptr,
+    addresses_ptr,
+    long_units_ptr,
+    long_addresses_ptr,
+    long_counts_ptr,
+    num,
+    num_tables,
+    chunk_shift,
+    ROW_BYTES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK
+    p = first + tl.arange(0, BLOCK)
+    row = tl.load(ordered_ptr + p, mask=p < num, other=-1)
+    before = tl.load(ordered_ptr + p - 1, mask=(p > 0) & (p < num), other=-1)
+    after = tl.load(ordered_ptr + p + 1, mask=p < num - 1, other=-1)
+    valid = row >= 0
+    head = valid & (row != before)
+    begin = tl.associative_scan(tl.where(head, p, -1), 0, _maximum)
+    end = tl.associative_scan(tl.where(valid & (row != after), p + 1, 0x7FFFFFFF), 0, _minimum, reverse=True)
+    # Segments that cross an edge of the block.
+    if tl.min(tl.where(valid, begin, 0), 0) < 0:
+        entering = tl.load(ordered_ptr + first)
+        begin = tl.where(begin < 0, first - _equal_from(ordered_ptr, entering, first - 1, first, -1, BLOCK), begin)
+    if tl.max(tl.where(valid, end, 0), 0) == 0x7FFFFFFF:
+        leaving = tl.load(ordered_ptr + first + BLOCK - 1)
+        edge = first + BLOCK
+        run = _equal_from(ordered_ptr, leaving, edge, num - edge, 1, BLOCK)
+        end = tl.where(end == 0x7FFFFFFF, edge + run, end)
+    length = end - begin
+    whole = length <= PIECE
+    unit = valid & ((p - begin) % PIECE == 0)
+    i = tl.load(order_ptr + p, mask=unit, other=0)
+    table = find_range(i, table_ranges_ptr, tl.zeros([BLOCK], tl.int32), num_tables)
+    address = row_addresses(row, table, unit, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+    word = p.to(tl.int64) | (tl.minimum(end - p, PIECE).to(tl.int64) << _COUNT_SHIFT)
+    word = word | (table.to(tl.int64) << _TABLE_SHIFT) | (head.to(tl.int64) << _FIRST_SHIFT)
+    word = word | (whole.to(tl.int64) << _WHOLE_SHIFT)
+    flags = unit.to(tl.int32)
+    place = tl.atomic_add(counts_ptr, tl.sum(flags, 0), sem="relaxed") + tl.cumsum(flags, 0) - 1
+    tl.store(units_ptr + place, word, mask=unit)
+    tl.store(addresses_ptr + place, address, mask=unit)
+    is_long = head & (length > PIECE)
+    flags = is_long.to(tl.int32)
+    num_long = tl.sum(flags, 0)
+    if num_long > 0:
+        place = tl.atomic_add(counts_ptr + 1, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
+        tl.store(long_units_ptr + place, word, mask=is_long)
+        tl.store(long_addresses_ptr + place, address, mask=is_long)
+        tl.store(long_counts_ptr + place, length, mask=is_long)
