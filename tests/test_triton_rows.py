@@ -8,6 +8,7 @@ from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM, Fea
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowFormat, RowStore
 from tests.conftest import HAS_CUDA
+from tests.row_cases import state_of, weights_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIMS = (1, 3, 4, 16, 64, 100, 128, 257, 2048)
@@ -31,10 +32,8 @@ def make_store(
     store = RowStore([num_rows + t for t in range(len(dims))], formats, dtype, CPU)
     for t, row_format in enumerate(formats):
         store.chunks[t].fill_(0xFF)
-        rows = torch.arange(num_rows + t, dtype=torch.int32) + store.first_rows[t]
-        weights = torch.randn(num_rows + t, row_format.dim).to(dtype).float()
-        values = torch.rand(num_rows + t, row_format.num_state) * state
-        cpu.write_rows(store, t, rows, weights, values)
+        weights_of(store, t).copy_(torch.randn(num_rows + t, row_format.dim))
+        state_of(store, t).copy_(torch.rand(num_rows + t, row_format.num_state) * state)
     return store
 
 
@@ -138,7 +137,7 @@ def test_gather_keeps_special_values(kernels, device):
     for dtype in DTYPES:
         store = make_store([8], dtype, [0])
         rows = torch.tensor([0], dtype=torch.int32)
-        cpu.write_rows(store, 0, rows, special[None], None)
+        weights_of(store, 0)[0] = special.to(dtype)
         arguments = (rows, torch.tensor([0, 1]), torch.zeros(1))
         for output_dtype in DTYPES:
             expected = cpu.gather(store, *arguments, output_dtype)
@@ -190,7 +189,7 @@ def test_c03_pool_of_empty_bags_is_zero(kernels, device, batch_size):
 
 def test_pool_docstring_example(kernels, device):
     store = make_store([2], torch.float32, [0])
-    cpu.write_rows(store, 0, torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[1.0, 2.0], [10.0, 20.0]]), None)
+    weights_of(store, 0)[:2] = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
     own = copy_store(store, device)
     rows = torch.tensor([0, 0, 1, 1], dtype=torch.int32, device=device)
     offsets = torch.tensor([0, 3, 3, 4], device=device)
@@ -228,12 +227,15 @@ def test_rows_are_read_and_written_bit_for_bit(kernels, device, dims, dtype):
     store = make_store(dims, dtype, [1, 2 * dims[1]], state=1.0)
     own = copy_store(store, device)
     for t, row_format in enumerate(store.formats):
-        rows = (torch.randperm(30)[:17] + store.first_rows[t]).int()
-        here = rows.to(device)
-        for part, expected in zip(kernels.read_rows(own, t, here), cpu.read_rows(store, t, rows)):
-            assert torch.equal(part.cpu(), expected)
+        places = torch.randperm(30)[:17]
+        here = (places + store.first_rows[t]).int().to(device)
+        weights, state = kernels.read_rows(own, t, here)
+        assert torch.equal(weights.cpu(), weights_of(store, t)[places].float())
+        assert torch.equal(state.cpu(), state_of(store, t)[places])
         weights = torch.randn(17, row_format.dim)
+        weights_of(store, t)[places] = weights.to(dtype)
         state = torch.randn(17, row_format.num_state) if t else None
-        cpu.write_rows(store, t, rows, weights, state)
+        if state is not None:
+            state_of(store, t)[places] = state
         kernels.write_rows(own, t, here, weights.to(device), None if state is None else state.to(device))
         assert torch.equal(own.chunks[t].cpu(), store.chunks[t])

@@ -160,10 +160,8 @@ def round_f16(value, random):
 def store_stochastic(address, values_address, n, dtype, randomness):
     """Write ``n`` floats as bf16 or fp16 at an address, rounded stochastically.
 
-    Args:
-        randomness: ``(table key, id, step)``. Column ``c`` uses word ``c % 4`` of Philox with the table's key and
-        counter
-            (id low, id high, c // 4, step).
+    ``randomness`` is ``(table key, id, step)``: column ``c`` uses word ``c % 4`` of Philox with the table's key and the
+    counter (id low, id high, c // 4, step).
     """
     key, row_id, step = randomness
     words = u16_at(address, n)

@@ -40,8 +40,8 @@ _AHEAD = 8
 class GradientView(NamedTuple):
     """Where each occurrence's gradient is. ``clip`` is 0 for no clamp; ``keys`` 0 for rounding to nearest.
 
-    ``positions`` (0 without pooling) i64 ``[N]``: bytes from ``grad`` to the gradient of an occurrence; ``scales``
-    f32 ``[N]``: its factor.
+    ``positions`` i64 ``[N]`` are the bytes from ``grad`` to the gradient of an occurrence, ``scales`` f32 ``[N]`` its
+    factor; both are 0 without pooling, where the gradients lie one after the other.
     """
 
     grad: int
@@ -60,7 +60,6 @@ class GradientView(NamedTuple):
     clip: np.float32
 
 
-@launcher("grad")
 def update(
     store: RowStore,
     spec: OptimizerSpec,
@@ -90,10 +89,23 @@ def update(
 
     Host sync: none (CPU). Bytes moved: 2 U * row size + N * D * gradient size + 40 N.
     """
-    rows = lookup.rows.contiguous()
-    order, starts = group_by_row(rows) if groups is None else groups
-    if not order.numel():
-        return
+    groups = group_by_row(lookup.rows) if groups is None else groups
+    if groups[0].numel():
+        _launch(lookup.rows, store, (spec, clock, learning_rate, table_keys), lookup, grad, groups)
+
+
+@launcher("rows")
+def _launch(
+    rows: torch.Tensor,
+    store: RowStore,
+    step: tuple[OptimizerSpec, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    lookup: Lookup,
+    grad: torch.Tensor,
+    groups: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    spec, clock, learning_rate, table_keys = step
+    order, starts = groups
+    rows = rows.contiguous()
     iteration = int(clock[UPDATES])
     stochastic = spec.stochastic_rounding and store.dtype != torch.float32
     if stochastic and table_keys is None:
@@ -124,13 +136,8 @@ def update(
         scratch_dim=scratch_dim,
         clip=np.float32(spec.max_gradient if spec.gradient_clipping else 0.0),
     )
-    _update(
-        store_view(store),
-        rule_of(spec, float(learning_rate), iteration),
-        gradient,
-        bags_view(rows, offsets, lookup.layout, weights),
-        num_parts,
-    )
+    bags = bags_view(rows, offsets, lookup.layout, weights)
+    _update(store_view(store), rule_of(spec, float(learning_rate), iteration), gradient, bags, num_parts)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
