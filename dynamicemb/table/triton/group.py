@@ -19,6 +19,9 @@ _COUNT_SHIFT = tl.constexpr(31)
 _TABLE_SHIFT = tl.constexpr(39)
 _FIRST_SHIFT = tl.constexpr(61)
 _WHOLE_SHIFT = tl.constexpr(62)
+_BEGIN_MASK = tl.constexpr((1 << 31) - 1)
+_COUNT_MASK = tl.constexpr((1 << 8) - 1)
+_TABLE_MASK = tl.constexpr((1 << 22) - 1)
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
 @triton.jit
 def unpack(unit):
     """Return ``(begin, count, table, first, whole)`` of a packed unit."""
-    begin = (unit & ((1 << _COUNT_SHIFT) - 1)).to(tl.int32)
-    count = ((unit >> _COUNT_SHIFT) & ((1 << (_TABLE_SHIFT - _COUNT_SHIFT)) - 1)).to(tl.int32)
-    table = ((unit >> _TABLE_SHIFT) & ((1 << (_FIRST_SHIFT - _TABLE_SHIFT)) - 1)).to(tl.int32)
+    begin = (unit & _BEGIN_MASK).to(tl.int32)
+    count = ((unit >> _COUNT_SHIFT) & _COUNT_MASK).to(tl.int32)
+    table = ((unit >> _TABLE_SHIFT) & _TABLE_MASK).to(tl.int32)
     return begin, count, table, ((unit >> _FIRST_SHIFT) & 1) != 0, (unit >> _WHOLE_SHIFT) != 0
 
 

@@ -102,7 +102,7 @@ def row_addresses(rows, tables, valid, chunk_bases_ptr, row_bytes_ptr, chunk_shi
     within = (rows & ((1 << chunk_shift) - 1)).to(tl.int64)
     if ROW_BYTES > 0:
         return base + within * ROW_BYTES
-    return base + within * tl.load(row_bytes_ptr + tables, mask=valid, other=0)
+    return base + within * tl.load(row_bytes_ptr + tables)
 
 
 @triton.jit

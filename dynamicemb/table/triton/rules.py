@@ -48,13 +48,14 @@ def step_constants(
 
 
 @triton.jit
-def load_state(state, column, dim, inside, written, KIND: tl.constexpr):
+def load_state(state, column, dim, limit, KIND: tl.constexpr):
     """Read the optimizer state of a row: two vectors of fp32, or one, or a scalar; what a rule lacks is a zero.
 
-    ``state`` points to it, ``inside`` are the row's columns, ``written`` says whether the row is to be read at all.
+    ``state`` points to it, ``limit`` is the row's dim, or 0 to read nothing.
     """
     first = tl.zeros([1], tl.float32)
     second = tl.zeros([1], tl.float32)
+    inside = column < limit
     if KIND == _ADAM:
         first = tl.load(state + column, mask=inside, other=0.0)
         second = tl.load(state + dim + column, mask=inside, other=0.0)
@@ -62,7 +63,7 @@ def load_state(state, column, dim, inside, written, KIND: tl.constexpr):
         first = tl.load(state + column, mask=inside, other=0.0)
     elif KIND == _ROWWISE_ADAGRAD:
         one = tl.arange(0, 1)
-        first = tl.load(state + one, mask=(one == 0) & written, other=0.0)
+        first = tl.load(state + one, mask=one < limit, other=0.0)
     return first, second
 
 

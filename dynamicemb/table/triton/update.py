@@ -329,8 +329,10 @@ def _update_kernel(
         )
         columns = column < dim
         weights = pointers(address, WEIGHT) + column
-        old = load_float(weights, columns & whole)
-        loaded = load_state(state, column, dim, columns & whole, whole, KIND)
+        # A piece leaves its row to the second kernel.
+        limit = tl.where(whole, dim, 0)
+        old = load_float(weights, column < limit)
+        loaded = load_state(state, column, dim, limit, KIND)
         sums = _sum_occurrences(
             begin, count, column, columns, order_ptr, grad_ptr, places_ptr, scales_ptr, max_gradient,
             DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP, AT_ONCE,
@@ -397,7 +399,7 @@ def _combine_kernel(
         columns = column < dim
         weights = pointers(address, WEIGHT) + column
         old = load_float(weights, columns)
-        loaded = load_state(state, column, dim, columns, True, KIND)
+        loaded = load_state(state, column, dim, dim, KIND)
         first = partials_ptr + (begin // PIECE).to(tl.int64) * BLOCK_DIM
         sums = tl.load(first + column)
         others = first + num_windows.to(tl.int64) * BLOCK_DIM
