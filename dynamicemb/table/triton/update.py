@@ -98,6 +98,8 @@ def update(
         "STOCHASTIC": stochastic,
         "PIECE": PIECE,
         "num_warps": warps,
+        # The CPU twin rounds every product too.
+        "enable_fp_fusion": False,
     }
     _launch_units(groups, lookup, spec, grad.contiguous(), common, constants, per_multiprocessor)
     if lookup.rows.numel() > PIECE:
@@ -111,6 +113,11 @@ def update(
             AT_ONCE=8,
             **constants,
         )
+
+
+def _rows_at_once(block_dim: int) -> int:
+    """Return how many gradients of a unit are in flight together; most units have one or two."""
+    return max(4, min(16, 256 // block_dim))
 
 
 def _launch_units(groups, lookup, spec, grad, common, constants, per_multiprocessor) -> None:
@@ -151,7 +158,7 @@ def _launch_units(groups, lookup, spec, grad, common, constants, per_multiproces
         POOLED=pooled,
         SCALED=scaled,
         CLIP=spec.gradient_clipping and spec.max_gradient > 0,
-        AT_ONCE=max(4, min(16, 256 // constants["BLOCK_DIM"])),
+        AT_ONCE=_rows_at_once(constants["BLOCK_DIM"]),
         **constants,
     )
 
@@ -251,11 +258,13 @@ def _dim_and_state(
     dim = DIM
     if DIM == 0:
         dim = tl.multiple_of(tl.load(dims_ptr + table), ALIGNMENT)
-    offset = STATE_OFFSET
-    if STATE_OFFSET < 0:
-        offset = tl.load(state_offsets_ptr + table)
-    state = (address + offset).to(tl.pointer_type(tl.float32))
-    return dim, tl.multiple_of(state, STATE_ALIGNMENT)
+    # Added to the aligned pointer: Triton loses what it knows of an address when a constant is added before the cast.
+    state = pointers(address, tl.float32)
+    if STATE_OFFSET >= 0:
+        state += STATE_OFFSET // 4
+    else:
+        state += tl.multiple_of(tl.load(state_offsets_ptr + table) // 4, STATE_ALIGNMENT // 4)
+    return dim, state
 
 
 @triton.jit
