@@ -1,5 +1,7 @@
 """Triton's grouping and optimizer updates against their CPU twins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -197,15 +199,10 @@ def units_of(groups):
     return sorted(fields)
 
 
-@pytest.mark.parametrize("num", [1, 63, 100, 1024, 1025, 3000, 8200])
-@pytest.mark.parametrize("distinct", [1, 40])
-@pytest.mark.parametrize("missing", [0.0, 0.3])
-def test_grouping_equals_the_cpu(kernels, device, num, distinct, missing):
+def check_grouping(device, store, lookup):
     from dynamicemb.table.triton.group import PIECE
     from dynamicemb.table.triton.group import group_by_row as group_on_device
 
-    store = make_store([4, 4], torch.float32, [0, 0])
-    lookup = make_lookup(store, [1, 1], num, POOLING_NONE, distinct=distinct, missing=missing, longest=1)
     order, starts = group_by_row(lookup.rows)
     groups = group_on_device(copy_store(store, device), to_device(lookup, device))
     skipped = lookup.rows.numel() - order.numel()
@@ -221,3 +218,23 @@ def test_grouping_equals_the_cpu(kernels, device, num, distinct, missing):
     assert int(groups.counts[1]) == num_long
     lengths = sorted(groups.long_counts[:num_long].tolist())
     assert lengths == sorted(n for n in starts.diff().tolist() if n > PIECE)
+
+
+@pytest.mark.parametrize("num", [1, 63, 100, 1024, 1025, 3000, 8200])
+@pytest.mark.parametrize("distinct", [1, 40])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_grouping_equals_the_cpu(kernels, device, num, distinct, missing):
+    store = make_store([4, 4], torch.float32, [0, 0])
+    check_grouping(
+        device, store, make_lookup(store, [1, 1], num, POOLING_NONE, distinct=distinct, missing=missing, longest=1)
+    )
+
+
+@pytest.mark.parametrize("runs", [[1024, 1024], [1023, 1025], [1, 1024, 1023], [1, 2048, 5], [4096], [1000, 2072, 30]])
+def test_grouping_finds_both_ends_of_segments_that_cross_blocks(kernels, device, runs):
+    store = make_store([4, 4], torch.float32, [0, 0])
+    lookup = make_lookup(store, [1, 0], sum(runs), POOLING_NONE, longest=0)
+    num = sum(runs)
+    rows = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))[torch.randperm(num)].int()
+    ranges = torch.tensor([0, num, num])
+    check_grouping(device, store, replace(lookup, ids=rows.long(), rows=rows, table_ranges=ranges))

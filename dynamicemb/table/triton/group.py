@@ -119,27 +119,23 @@ def _minimum(a, b):
 def _equal_from(ordered_ptr, row, position, most, STEP: tl.constexpr, BLOCK: tl.constexpr):
     """Return how many of ``position, position + STEP, ...`` hold ``row`` without a gap; at most ``most`` exist.
 
-    ``BLOCK`` places are compared at a time. Equal rows lie together, so beyond the first block the answer is narrowed by
-    a factor of ``BLOCK`` with each read.
+    The nearest ``BLOCK`` places are read first. Equal rows lie together, so if all are equal every further read samples
+    ``BLOCK`` places and narrows the rest by that factor: ``width`` at least halves, which bounds the loop.
 
     Example: rows ``[3, 7, 7, 7, 9]``, row 7, position 2, most 3, step -1 gives 2.
     """
     lane = tl.arange(0, BLOCK)
-    stride = tl.full((), 1, tl.int32)
-    run = tl.full((), 0, tl.int32)
-    width = tl.minimum(most, BLOCK)
+    near = tl.load(ordered_ptr + position + STEP * lane, mask=lane < most, other=-1)
+    run = tl.sum((near == row).to(tl.int32), 0)
+    width = tl.where(run == BLOCK, most - BLOCK, 0)
     while width > 0:
+        stride = (width + BLOCK - 1) // BLOCK
         distance = (lane + 1) * stride
         place = position + STEP * (run + distance - 1).to(tl.int64)
-        possible = distance <= width
-        same = possible & (tl.load(ordered_ptr + place, mask=possible, other=-1) == row)
-        equal = tl.sum(same.to(tl.int32), 0)
+        sample = tl.load(ordered_ptr + place, mask=distance <= width, other=-1)
+        equal = tl.sum((sample == row).to(tl.int32), 0)
         run += equal * stride
         width = tl.minimum(stride - 1, width - equal * stride)
-        if (run == BLOCK) & (stride == 1) & (most > BLOCK):
-            # The first block was full: now the rest, which is left alone when it is found to be empty.
-            width = most - BLOCK
-        stride = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
     return run
 
 

@@ -143,8 +143,8 @@ def bf16_bits(values):
 
 
 @triton.jit
-def store_float(pointer, values, mask, CACHE: tl.constexpr = ""):
-    """Write fp32 values, rounded to nearest even into the pointer's dtype."""
+def store_float(pointer, values, mask, CACHE: tl.constexpr):
+    """Write fp32 values, rounded to nearest even into the pointer's dtype; CACHE is a ``cache_modifier``."""
     if pointer.dtype.element_ty == tl.bfloat16:
         words = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
         tl.store(words, bf16_bits(values), mask=mask, cache_modifier=CACHE)

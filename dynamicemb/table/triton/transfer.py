@@ -103,6 +103,6 @@ def _transfer_kernel(
     stored = address.to(tl.pointer_type(VALUE))[:, None] + column[None, :]
     plain = plain_ptr + m[:, None] * dim + column[None, :]
     if WRITE:
-        store_float(stored, load_float(plain, mask), mask)
+        store_float(stored, load_float(plain, mask), mask, "")
     else:
-        store_float(plain, load_float(stored, mask), mask)
+        store_float(plain, load_float(stored, mask), mask, "")

@@ -277,7 +277,7 @@ def _store_weights(
         words = row_words(tl.load(keys_ptr + table), row_id, tl.load(clock_ptr + _UPDATES), BLOCK_DIM)
         store_stochastic(weights, values, columns, words)
     else:
-        store_float(weights, values, columns)
+        store_float(weights, values, columns, "")
 
 
 @triton.jit(do_not_specialize=["num_windows"])
