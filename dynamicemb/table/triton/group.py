@@ -50,8 +50,8 @@ class Groups:
 def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
     """Sort the occurrences of a lookup by row, keeping their order within a row, and list the units of work.
 
-    The sort is stable and the pieces are counted from their segment's start, so what is summed in which order depends on
-    the segment alone.
+    The sort is stable and the pieces are counted from their segment's start, so what is summed
+    in which order depends on the segment alone.
 
     Args:
         store: the rows.

@@ -119,7 +119,7 @@ def philox4x32(k0, k1, c0, c1, c2, c3):
 
 @triton.jit
 def row_words(key, row_id, step, BLOCK_DIM: tl.constexpr):
-    """Return a random uint32 for each of ``BLOCK_DIM >= 4`` columns: word ``c % 4`` of the counter (id, c // 4, step)."""
+    """Return a random uint32 for each of ``BLOCK_DIM >= 4`` columns: word ``c % 4`` of counter (id, c // 4, step)."""
     NUM_CALLS: tl.constexpr = BLOCK_DIM // 4
     call = tl.arange(0, NUM_CALLS).to(tl.uint32)
     zero = call ^ call

@@ -39,9 +39,9 @@ def update(
 ) -> None:
     """Apply one optimizer step to every row of a lookup, in place; what it computes is in the CPU twin.
 
-    Units of at most PIECE occurrences are summed by one program each. A unit that is a whole segment is applied at once;
-    the sums of pieces go to scratch memory, and a second kernel adds them in order and applies them. So a sum depends on
-    its segment alone and repeats bit for bit, whatever else is in the batch.
+    Units of at most PIECE occurrences are summed by one program each. A unit that is a whole segment is applied at
+    once; the sums of pieces go to scratch memory, and a second kernel adds them in order and applies them. So a sum
+    depends on its segment alone and repeats bit for bit, whatever else is in the batch.
 
     Args:
         store: the rows.
