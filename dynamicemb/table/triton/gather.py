@@ -5,18 +5,20 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import launch
 from dynamicemb.table.triton.rows import (
+    TRITON_DTYPES,
     find_range,
+    float_bits,
     load_float,
-    num_warps,
     pointers,
     row_addresses,
     row_shape,
     store_float,
 )
 
-# Values of a program's tile: 8 rows of 128.
-_TILE = 1024
+# Bytes of a program's tile: 8 rows of 128 floats; two reads of 16 bytes a lane.
+_TILE_BYTES = 4096
 
 
 def gather(
@@ -45,23 +47,31 @@ def gather(
     out = torch.empty(rows.numel(), dim, dtype=output_dtype, device=rows.device)
     if out.numel() == 0:
         return out
-    block = max(1, _TILE // shape.block_dim)
-    _gather_kernel[(triton.cdiv(rows.numel(), block),)](
-        rows,
-        table_ranges,
-        missing_values,
-        out,
-        store.chunk_bases,
-        store.row_bytes,
-        rows.numel(),
-        store.num_tables,
-        store.chunk_shift,
-        DIM=dim,
-        BLOCK_DIM=shape.block_dim,
-        ROW_BYTES=shape.row_bytes,
-        WEIGHT=shape.weight,
-        BLOCK=block,
-        num_warps=num_warps(2 * block * shape.block_dim),
+    size = min(store.dtype.itemsize, output_dtype.itemsize)
+    block = max(1, _TILE_BYTES // size // shape.block_dim)
+    launch(
+        _gather_kernel,
+        (-(-rows.numel() // block),),
+        (
+            rows.contiguous(),
+            table_ranges,
+            missing_values,
+            out,
+            store.chunk_bases,
+            store.row_bytes,
+            rows.numel(),
+            store.num_tables,
+            store.chunk_shift,
+        ),
+        {
+            "DIM": dim,
+            "BLOCK_DIM": shape.block_dim,
+            "ROW_BYTES": shape.row_bytes,
+            "WEIGHT": shape.weight,
+            "OUTPUT": TRITON_DTYPES[output_dtype],
+            "BLOCK": block,
+        },
+        num_warps=max(1, min(8, block * shape.block_dim * size // 1024)),
     )
     return out
 
@@ -81,6 +91,7 @@ def _gather_kernel(
     BLOCK_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     WEIGHT: tl.constexpr,
+    OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -100,8 +111,18 @@ def _gather_kernel(
         inside = (column < DIM)[None, :]
         written = written & inside
         readable = readable & inside
-    values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], readable)
+    filler = tl.zeros([BLOCK], tl.float32)
     if any_missing:
         filler = tl.load(missing_values_ptr + tables, mask=missing, other=0.0)
+    place = i[:, None] * DIM + column[None, :]
+    if (WEIGHT == OUTPUT) & (WEIGHT != tl.float32):
+        # Bits are moved as they are: widening and rounding would only cost lanes.
+        words = tl.load(pointers(addresses, tl.uint16)[:, None] + column[None, :], mask=readable, other=0)
+        words = tl.where(found[:, None], words, float_bits(filler, OUTPUT)[:, None])
+        tl.store(
+            out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + place, words, mask=written, cache_modifier=".cs"
+        )
+    else:
+        values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], readable)
         values = tl.where(found[:, None], values, filler[:, None])
-    store_float(out_ptr + i[:, None] * DIM + column[None, :], values, written, ".cs")
+        store_float(out_ptr + place, values, written, ".cs")

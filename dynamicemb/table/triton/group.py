@@ -8,11 +8,15 @@ import triton.language as tl
 
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import launch
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 
 # Occurrences of a segment that one program sums; a longer segment is cut into so long pieces, counted from its start.
 PIECE = 32
+# Units of at most so many occurrences are worked on side by side, longer ones one by one.
+FEW = 4
 _BLOCK = 1024
+_WARPS = 8
 
 # A unit packs into an int64: begin, count, table, whether it begins a segment, and whether it is a whole one.
 _COUNT_SHIFT = tl.constexpr(31)
@@ -30,10 +34,12 @@ class Groups:
 
     Attributes:
         order: i64 ``[N]``, occurrences by ascending row, in their order within a row; those without a row come first.
-        counts: i32 ``[2]``, units and long units.
-        units: i64 ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one.
+        counts: i32 ``[3]``: whole segments of at most FEW occurrences, other units, segments longer than PIECE.
+        units: i64 ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one. Segments of
+            few occurrences stand at the front, the others at the back, last first.
         addresses: i64 ``[N]``, the row of each unit.
-        long_units: i64 ``[N // PIECE + 1]``, packed, one for each segment longer than PIECE.
+        firsts: i64 ``[N]``, the first occurrence of each unit.
+        long_units: i64, packed, one for each segment longer than PIECE.
         long_addresses: i64, the row of each.
         long_counts: i32, occurrences of each.
     """
@@ -42,6 +48,7 @@ class Groups:
     counts: torch.Tensor
     units: torch.Tensor
     addresses: torch.Tensor
+    firsts: torch.Tensor
     long_units: torch.Tensor
     long_addresses: torch.Tensor
     long_counts: torch.Tensor
@@ -64,34 +71,38 @@ def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
     rows = lookup.rows.contiguous()
     num, device = rows.numel(), rows.device
     ordered, order = torch.sort(rows, stable=True)
-    most_long = num // PIECE + 1
-    words = torch.empty(2 * num + 2 * most_long, dtype=torch.int64, device=device)
+    # Even lengths keep every list at a multiple of 16 bytes.
+    most, most_long = (num + 1) // 2 * 2, num // PIECE // 2 * 2 + 2
+    words = torch.empty(3 * most + 2 * most_long, dtype=torch.int64, device=device)
     groups = Groups(
         order,
-        torch.zeros(2, dtype=torch.int32, device=device),
-        *words.split([num, num, most_long, most_long]),
+        torch.zeros(3, dtype=torch.int32, device=device),
+        *words.split([most, most, most, most_long, most_long]),
         torch.empty(most_long, dtype=torch.int32, device=device),
     )
-    shape = row_shape(store)
-    _group_kernel[(triton.cdiv(num, _BLOCK),)](
-        ordered,
-        order,
-        lookup.table_ranges,
-        store.chunk_bases,
-        store.row_bytes,
-        groups.counts,
-        groups.units,
-        groups.addresses,
-        groups.long_units,
-        groups.long_addresses,
-        groups.long_counts,
-        num,
-        store.num_tables,
-        store.chunk_shift,
-        ROW_BYTES=shape.row_bytes,
-        PIECE=PIECE,
-        BLOCK=_BLOCK,
-        num_warps=4,
+    launch(
+        _group_kernel,
+        (-(-num // _BLOCK),),
+        (
+            ordered,
+            order,
+            lookup.table_ranges,
+            store.chunk_bases,
+            store.row_bytes,
+            groups.counts,
+            groups.units,
+            groups.addresses,
+            groups.firsts,
+            groups.long_units,
+            groups.long_addresses,
+            groups.long_counts,
+            num,
+            most,
+            store.num_tables,
+            store.chunk_shift,
+        ),
+        {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK},
+        num_warps=_WARPS,
     )
     return groups
 
@@ -139,7 +150,7 @@ def _equal_from(ordered_ptr, row, position, most, STEP: tl.constexpr, BLOCK: tl.
     return run
 
 
-@triton.jit(do_not_specialize=["num", "num_tables", "chunk_shift"])
+@triton.jit(do_not_specialize=["num", "most", "num_tables", "chunk_shift"])
 def _group_kernel(
     ordered_ptr,
     order_ptr,
@@ -149,14 +160,17 @@ def _group_kernel(
     counts_ptr,
     units_ptr,
     addresses_ptr,
+    firsts_ptr,
     long_units_ptr,
     long_addresses_ptr,
     long_counts_ptr,
     num,
+    most,
     num_tables,
     chunk_shift,
     ROW_BYTES: tl.constexpr,
     PIECE: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK
@@ -186,15 +200,19 @@ def _group_kernel(
     word = p.to(tl.int64) | (tl.minimum(end - p, PIECE).to(tl.int64) << _COUNT_SHIFT)
     word = word | (table.to(tl.int64) << _TABLE_SHIFT) | (head.to(tl.int64) << _FIRST_SHIFT)
     word = word | (whole.to(tl.int64) << _WHOLE_SHIFT)
-    flags = unit.to(tl.int32)
-    place = tl.atomic_add(counts_ptr, tl.sum(flags, 0), sem="relaxed") + tl.cumsum(flags, 0) - 1
+    few = (unit & (length <= FEW)).to(tl.int32)
+    many = (unit & (length > FEW)).to(tl.int32)
+    front = tl.atomic_add(counts_ptr, tl.sum(few, 0), sem="relaxed") + tl.cumsum(few, 0) - 1
+    back = most - tl.atomic_add(counts_ptr + 1, tl.sum(many, 0), sem="relaxed") - tl.cumsum(many, 0)
+    place = tl.where(few > 0, front, back)
     tl.store(units_ptr + place, word, mask=unit)
     tl.store(addresses_ptr + place, address, mask=unit)
+    tl.store(firsts_ptr + place, i, mask=unit)
     is_long = head & (length > PIECE)
     flags = is_long.to(tl.int32)
     num_long = tl.sum(flags, 0)
     if num_long > 0:
-        place = tl.atomic_add(counts_ptr + 1, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
+        place = tl.atomic_add(counts_ptr + 2, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
         tl.store(long_units_ptr + place, word, mask=is_long)
         tl.store(long_addresses_ptr + place, address, mask=is_long)
         tl.store(long_counts_ptr + place, length, mask=is_long)

@@ -6,10 +6,11 @@ import triton.language as tl
 
 from dynamicemb.table.layout import POOLING_MEAN, FeatureLayout
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import launch
 from dynamicemb.table.triton.rows import (
+    TRITON_DTYPES,
     RowShape,
     load_float,
-    num_warps,
     pointers,
     row_addresses,
     row_shape,
@@ -57,29 +58,36 @@ def pool(
     if out.numel() == 0:
         return out
     at_once = _rows_at_once(shape)
-    _pool_kernel[(offsets.numel() - 1,)](
-        rows.contiguous(),
-        offsets.contiguous(),
-        layout.feature_tables,
-        layout.column_offsets,
-        rows if per_sample_weights is None else per_sample_weights.contiguous(),
-        missing_values,
-        out,
-        store.chunk_bases,
-        store.row_bytes,
-        store.dims,
-        layout.batch_size,
-        layout.width,
-        store.chunk_shift,
-        DIM=shape.dim,
-        BLOCK_DIM=shape.block_dim,
-        ROW_BYTES=shape.row_bytes,
-        WEIGHT=shape.weight,
-        ALIGNMENT=shape.alignment,
-        MEAN=layout.pooling == POOLING_MEAN,
-        WEIGHTED=per_sample_weights is not None,
-        AT_ONCE=at_once,
-        num_warps=num_warps(at_once * shape.block_dim // 2),
+    launch(
+        _pool_kernel,
+        (offsets.numel() - 1,),
+        (
+            rows.contiguous(),
+            offsets.contiguous(),
+            layout.feature_tables,
+            layout.column_offsets,
+            rows if per_sample_weights is None else per_sample_weights.contiguous(),
+            missing_values,
+            out,
+            store.chunk_bases,
+            store.row_bytes,
+            store.dims,
+            layout.batch_size,
+            layout.width,
+            store.chunk_shift,
+        ),
+        {
+            "DIM": shape.dim,
+            "BLOCK_DIM": shape.block_dim,
+            "ROW_BYTES": shape.row_bytes,
+            "WEIGHT": shape.weight,
+            "ALIGNMENT": shape.alignment,
+            "MEAN": layout.pooling == POOLING_MEAN,
+            "WEIGHTED": per_sample_weights is not None,
+            "AT_ONCE": at_once,
+            "OUTPUT": TRITON_DTYPES[output_dtype],
+        },
+        num_warps=max(1, min(8, at_once * shape.block_dim // 1024)),
     )
     return out
 
@@ -115,6 +123,7 @@ def _pool_kernel(
     MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    OUTPUT: tl.constexpr,
 ):
     k = tl.program_id(0)
     column = tl.arange(0, BLOCK_DIM)
@@ -171,27 +180,34 @@ def pool_weights_grad(
     if out.numel() == 0:
         return out
     at_once = _rows_at_once(shape)
-    _pool_weights_grad_kernel[(offsets.numel() - 1,)](
-        rows.contiguous(),
-        offsets.contiguous(),
-        layout.feature_tables,
-        layout.column_offsets,
-        grad.contiguous(),
-        out,
-        store.chunk_bases,
-        store.row_bytes,
-        store.dims,
-        layout.batch_size,
-        layout.width,
-        store.chunk_shift,
-        DIM=shape.dim,
-        BLOCK_DIM=shape.block_dim,
-        ROW_BYTES=shape.row_bytes,
-        WEIGHT=shape.weight,
-        ALIGNMENT=shape.alignment,
-        MEAN=layout.pooling == POOLING_MEAN,
-        AT_ONCE=at_once,
-        num_warps=num_warps(at_once * shape.block_dim // 2),
+    launch(
+        _pool_weights_grad_kernel,
+        (offsets.numel() - 1,),
+        (
+            rows.contiguous(),
+            offsets.contiguous(),
+            layout.feature_tables,
+            layout.column_offsets,
+            grad.contiguous(),
+            out,
+            store.chunk_bases,
+            store.row_bytes,
+            store.dims,
+            layout.batch_size,
+            layout.width,
+            store.chunk_shift,
+        ),
+        {
+            "DIM": shape.dim,
+            "BLOCK_DIM": shape.block_dim,
+            "ROW_BYTES": shape.row_bytes,
+            "WEIGHT": shape.weight,
+            "ALIGNMENT": shape.alignment,
+            "MEAN": layout.pooling == POOLING_MEAN,
+            "AT_ONCE": at_once,
+            "GRADIENT": TRITON_DTYPES[grad.dtype],
+        },
+        num_warps=max(1, min(8, at_once * shape.block_dim // 1024)),
     )
     return out
 
@@ -217,6 +233,7 @@ def _pool_weights_grad_kernel(
     ALIGNMENT: tl.constexpr,
     MEAN: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):
     k = tl.program_id(0)
     column = tl.arange(0, BLOCK_DIM)

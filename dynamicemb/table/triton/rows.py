@@ -4,8 +4,8 @@
 both ways, because Triton's interpreter truncates where the GPU rounds.
 """
 
-import functools
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,7 @@ import triton.language as tl
 
 from dynamicemb.table.rows import RowStore
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_NUM_INTERPRETED_PROGRAMS = 2
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,11 @@ class RowShape:
     weight: tl.dtype
 
 
-@functools.lru_cache(maxsize=1024)
-def _shape_of(formats: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> RowShape:
+# A store's formats never change; walking a hundred of them costs more than a launch.
+_shapes: "weakref.WeakKeyDictionary[RowStore, RowShape]" = weakref.WeakKeyDictionary()
+
+
+def _shape_of(formats: list[tuple[int, int, int]], dtype: torch.dtype) -> RowShape:
     dims, sizes, offsets = (set(column) for column in zip(*formats))
     return RowShape(
         dim=max(dims) if len(dims) == 1 else 0,
@@ -51,31 +53,23 @@ def _shape_of(formats: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> 
         state_offset=max(offsets) if len(offsets) == 1 else -1,
         alignment=math.gcd(16, *dims),
         state_alignment=math.gcd(16, *offsets),
-        weight=_TRITON_DTYPES[dtype],
+        weight=TRITON_DTYPES[dtype],
     )
 
 
 def row_shape(store: RowStore) -> RowShape:
     """Return what the kernels of a store are compiled for."""
-    dtype = store.dtype
-    return _shape_of(tuple((f.dim, f.num_bytes(dtype), f.state_offset(dtype)) for f in store.formats), dtype)
+    shape = _shapes.get(store)
+    if shape is None:
+        dtype = store.dtype
+        shape = _shape_of([(f.dim, f.num_bytes(dtype), f.state_offset(dtype)) for f in store.formats], dtype)
+        _shapes[store] = shape
+    return shape
 
 
 def num_warps(elements: int) -> int:
     """Return how many warps share a tile: 16 values a lane and more."""
     return max(1, min(8, elements // 512))
-
-
-@functools.lru_cache(maxsize=64)
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def num_programs(device: torch.device, per_multiprocessor: int, most: int) -> int:
-    """Return the size of a persistent grid: so many programs per multiprocessor, at most ``most``, at least 1."""
-    if device.type != "cuda":
-        return max(1, min(_NUM_INTERPRETED_PROGRAMS, most))
-    return max(1, min(_num_multiprocessors(device) * per_multiprocessor, most))
 
 
 @triton.jit
@@ -140,6 +134,15 @@ def bf16_bits(values):
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
+
+
+@triton.jit
+def float_bits(values, DTYPE: tl.constexpr):
+    """Return the bits of fp32 values rounded to a 16-bit dtype, uint16."""
+    if DTYPE == tl.bfloat16:
+        return bf16_bits(values)
+    else:
+        return values.to(tl.float16).to(tl.uint16, bitcast=True)
 
 
 @triton.jit

@@ -1,11 +1,12 @@
-"""Optimizer rules on one row, and stochastic rounding of fp16 and bf16 weights, for Triton kernels."""
+"""Optimizer rules on rows, and stochastic rounding of fp16 and bf16 weights, for Triton kernels."""
 
 import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.table.index import UPDATES
-from dynamicemb.table.triton.rows import bf16_bits
+from dynamicemb.table.triton.philox import philox4x32, words_of
+from dynamicemb.table.triton.rows import bf16_bits, load_float, pointers, store_float
 
 _SGD = tl.constexpr(int(OptimizerKind.SGD))
 _ADAM = tl.constexpr(int(OptimizerKind.ADAM))
@@ -48,28 +49,44 @@ def step_constants(
 
 
 @triton.jit
-def load_state(state, column, dim, limit, KIND: tl.constexpr):
-    """Read the optimizer state of a row: two vectors of fp32, or one, or a scalar; what a rule lacks is a zero.
+def open_rows(
+    address, table, valid, column, places, KIND: tl.constexpr, DIM: tl.constexpr, STATE_OFFSET: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr, ALIGNMENT: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Read the weights and the state of rows: a tuple for ``close_rows``.
 
-    ``state`` points to it, ``limit`` is the row's dim, or 0 to read nothing.
+    ``address``, ``table`` and ``valid`` are ``[R]``, ``column`` is ``[1, D]``; rows that are not valid read as zero.
+    ``places`` is ``(dims_ptr, state_offsets_ptr)``.
     """
-    first = tl.zeros([1], tl.float32)
-    second = tl.zeros([1], tl.float32)
-    inside = column < limit
+    dim = DIM
+    inside = valid[:, None] & (column < DIM)
+    if DIM == 0:
+        dim = tl.multiple_of(tl.load(places[0] + table), ALIGNMENT)[:, None]
+        inside = valid[:, None] & (column < dim)
+    # Added to the aligned pointer: Triton loses what it knows of an address when a constant is added before the cast.
+    state = pointers(address, tl.float32)
+    if STATE_OFFSET >= 0:
+        state += STATE_OFFSET // 4
+    else:
+        state += tl.multiple_of(tl.load(places[1] + table) // 4, STATE_ALIGNMENT // 4)
+    state = state[:, None]
+    weights = pointers(address, WEIGHT)[:, None] + column
+    old = load_float(weights, inside)
+    first = tl.zeros([1, 1], tl.float32)
+    second = tl.zeros([1, 1], tl.float32)
     if KIND == _ADAM:
         first = tl.load(state + column, mask=inside, other=0.0)
         second = tl.load(state + dim + column, mask=inside, other=0.0)
     elif KIND == _ADAGRAD:
         first = tl.load(state + column, mask=inside, other=0.0)
     elif KIND == _ROWWISE_ADAGRAD:
-        one = tl.arange(0, 1)
-        first = tl.load(state + one, mask=one < limit, other=0.0)
-    return first, second
+        first = tl.load(state, mask=valid[:, None], other=0.0)
+    return weights, state, dim, inside, old, first, second
 
 
 @triton.jit
-def apply_rule(w, g, state, loaded, column, dim, inside, constants, settings, KIND: tl.constexpr):
-    """Return the updated fp32 weights of a row; write its state.
+def apply_rule(row, g, column, valid, constants, settings, KIND: tl.constexpr):
+    """Return the updated fp32 weights of rows; write their state.
 
     SGD:              w -= lr g
     Adam:             m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
@@ -77,60 +94,63 @@ def apply_rule(w, g, state, loaded, column, dim, inside, constants, settings, KI
     Adagrad:          s += g^2;  w -= lr g / (sqrt(s) + eps)
     row-wise Adagrad: s += mean(g^2), one s per row; w as Adagrad
 
-    ``loaded`` is from ``load_state``, ``constants`` from ``step_constants``; ``settings`` is
-    ``(eps, beta1, 1 - beta1, beta2, 1 - beta2)``.
+    ``row`` is from ``open_rows``, ``constants`` from ``step_constants``, ``g`` is ``[R, D]`` and zero outside the rows;
+    ``settings`` is ``(eps, beta1, 1 - beta1, beta2, 1 - beta2)``.
     """
+    _, state, dim, inside, w, first, second = row
     step_size, root_correction, decay = constants
     eps, beta1, rest1, beta2, rest2 = settings
     if KIND == _SGD:
         return w - step_size * g
     elif KIND == _ADAM:
-        first = beta1 * loaded[0] + rest1 * g
-        second = beta2 * loaded[1] + rest2 * (g * g)
+        first = beta1 * first + rest1 * g
+        second = beta2 * second + rest2 * (g * g)
         tl.store(state + column, first, mask=inside)
         tl.store(state + dim + column, second, mask=inside)
         change = tl.div_rn(step_size * first, tl.sqrt_rn(second) * root_correction + eps)
         return w - (change + decay * w)
     elif KIND == _ADAGRAD:
-        total = loaded[0] + g * g
+        total = first + g * g
         tl.store(state + column, total, mask=inside)
         return w - tl.div_rn(step_size * g, tl.sqrt_rn(total) + eps)
     else:
-        # Columns outside the row have a zero gradient.
-        total = loaded[0] + tl.div_rn(tl.sum(g * g, 0), dim * 1.0)
-        tl.store(state + tl.arange(0, 1), total)
+        total = first + tl.div_rn(tl.sum(g * g, 1)[:, None], dim * 1.0)
+        tl.store(state, total, mask=valid[:, None])
         return w - tl.div_rn(step_size, tl.sqrt_rn(total) + eps) * g
 
 
 @triton.jit
-def philox4x32(k0, k1, c0, c1, c2, c3):
-    """Return four random uint32 for a key and a counter of uint32: Philox4x32-10, ``docs/random.md``."""
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = p1.to(tl.uint32)
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = p0.to(tl.uint32)
-        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
-    return c0, c1, c2, c3
+def close_rows(
+    row, g, i, table, column, valid, constants, settings, random, KIND: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Apply the rule to rows and write them.
+
+    ``i [R]`` are occurrences of the rows' ids; ``random`` is ``(ids_ptr, keys_ptr, clock_ptr)``.
+    """
+    new = apply_rule(row, g, column, valid, constants, settings, KIND)
+    if STOCHASTIC:
+        row_id = tl.load(random[0] + i, mask=valid, other=0)
+        words = row_words(tl.load(random[1] + table), row_id, tl.load(random[2] + _UPDATES), BLOCK_DIM)
+        store_stochastic(row[0], new, row[3], words)
+    else:
+        store_float(row[0], new, row[3], "")
 
 
 @triton.jit
 def row_words(key, row_id, step, BLOCK_DIM: tl.constexpr):
-    """Return a random uint32 for each of ``BLOCK_DIM >= 4`` columns: word ``c % 4`` of counter (id, c // 4, step)."""
+    """Return random uint32 ``[R, BLOCK_DIM]``, ``BLOCK_DIM >= 4``: word ``c % 4`` of the counter (id, c // 4, step)."""
+    ROWS: tl.constexpr = key.shape[0]
     NUM_CALLS: tl.constexpr = BLOCK_DIM // 4
-    call = tl.arange(0, NUM_CALLS).to(tl.uint32)
-    zero = call ^ call
-    key = key.to(tl.uint64, bitcast=True)
-    row_id = row_id.to(tl.uint64, bitcast=True)
-    k0 = zero + key.to(tl.uint32)
-    k1 = zero + (key >> 32).to(tl.uint32)
-    c0 = zero + row_id.to(tl.uint32)
-    c1 = zero + (row_id >> 32).to(tl.uint32)
-    x0, x1, x2, x3 = philox4x32(k0, k1, c0, c1, call, zero + step.to(tl.uint64, bitcast=True).to(tl.uint32))
-    return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(NUM_CALLS * 4)
+    zero = tl.zeros([ROWS, NUM_CALLS], tl.uint32)
+    k0, k1 = words_of(key)
+    c0, c1 = words_of(row_id)
+    c3, _ = words_of(step)
+    call = tl.arange(0, NUM_CALLS).to(tl.uint32)[None, :]
+    x0, x1, x2, x3 = philox4x32(
+        zero + k0[:, None], zero + k1[:, None], zero + c0[:, None], zero + c1[:, None], zero + call, zero + c3
+    )
+    return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(ROWS, BLOCK_DIM)
 
 
 @triton.jit

@@ -1,30 +1,26 @@
 """Sum the gradients of each row and apply the optimizer to it."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.index import UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.group import PIECE, Groups, group_by_row, unpack
+from dynamicemb.table.triton.launch import launch, persistent_grid
 from dynamicemb.table.triton.pool import bag_table_and_place
-from dynamicemb.table.triton.rows import (
-    find_range,
-    load_float,
-    num_programs,
-    pointers,
-    row_shape,
-    store_float,
-    stream_float,
-)
-from dynamicemb.table.triton.rules import apply_rule, load_state, row_words, step_constants, store_stochastic
+from dynamicemb.table.triton.rows import TRITON_DTYPES, find_range, row_shape, stream_float
+from dynamicemb.table.triton.rules import close_rows, open_rows, step_constants
 
-_UPDATES = tl.constexpr(UPDATES)
 _LOCATED = 256
-_WARPS_PER_MULTIPROCESSOR = 64
+# Programs beyond those that fit at once even out unequal shares.
+_WAVES = 4
+# Values of a tile of whole segments.
+_FEW_TILE = 512
 
 
 def update(
@@ -68,12 +64,10 @@ def update(
     if groups is None:
         groups = group_by_row(store, lookup)
     shape = row_shape(store)
-    device = grad.device
+    grad = grad.contiguous()
     num_windows = lookup.rows.numel() // PIECE + 1
-    warps = max(1, min(8, shape.block_dim // 256))
-    per_multiprocessor = _WARPS_PER_MULTIPROCESSOR // warps
     # First pieces, then all others: two pieces of either kind begin at least PIECE occurrences apart.
-    partials = torch.empty(2, num_windows, shape.block_dim, dtype=torch.float32, device=device)
+    partials = torch.empty(2, num_windows, shape.block_dim, dtype=torch.float32, device=grad.device)
     common = (
         lookup.ids,
         groups.order if table_keys is None else table_keys,
@@ -97,69 +91,90 @@ def update(
         "WEIGHT": shape.weight,
         "STOCHASTIC": stochastic,
         "PIECE": PIECE,
-        "num_warps": warps,
-        # The CPU twin rounds every product too.
-        "enable_fp_fusion": False,
     }
-    _launch_units(groups, lookup, spec, grad.contiguous(), common, constants, per_multiprocessor)
+    _launch_units(groups, lookup, spec, grad, common, constants)
     if lookup.rows.numel() > PIECE:
-        _combine_kernel[(num_programs(device, per_multiprocessor, num_windows),)](
-            groups.counts,
-            groups.order,
-            groups.long_units,
-            groups.long_addresses,
-            groups.long_counts,
-            *common,
-            AT_ONCE=8,
-            **constants,
+        warps = min(8, max(4, shape.block_dim // 256))
+        launch(
+            _combine_kernel,
+            persistent_grid(grad.device, num_windows, warps),
+            (groups.counts, groups.order, groups.long_units, groups.long_addresses, groups.long_counts, *common),
+            {**constants, "AT_ONCE": max(4, min(32, 4096 // shape.block_dim))},
+            num_warps=warps,
+            # The CPU twin rounds every product too.
+            enable_fp_fusion=False,
         )
 
 
-def _rows_at_once(block_dim: int) -> int:
-    """Return how many gradients of a unit are in flight together; most units have one or two."""
-    return max(4, min(16, 256 // block_dim))
-
-
-def _launch_units(groups, lookup, spec, grad, common, constants, per_multiprocessor) -> None:
+def _launch_units(
+    groups: Groups,
+    lookup: Lookup,
+    spec: OptimizerSpec,
+    grad: torch.Tensor,
+    common: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Find each occurrence's gradient, sum the units, apply whole segments."""
     pooled = lookup.layout.pooling != POOLING_NONE
     scaled = pooled and (lookup.layout.pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
     num = lookup.rows.numel()
     places = torch.empty(num, dtype=torch.int64, device=grad.device) if pooled else groups.order
-    scales = torch.empty(num, dtype=torch.float32, device=grad.device) if scaled else groups.order
+    scales = torch.empty(num, dtype=torch.float32, device=grad.device) if scaled else grad
     if pooled:
         layout, weights = lookup.layout, lookup.per_sample_weights
-        _locate_kernel[(triton.cdiv(num, _LOCATED),)](
-            lookup.offsets.contiguous(),
-            layout.feature_tables,
-            layout.column_offsets,
-            scales if weights is None else weights.contiguous(),
-            places,
-            scales,
-            num,
-            lookup.offsets.numel() - 1,
-            layout.batch_size,
-            layout.width,
-            MEAN=layout.pooling == POOLING_MEAN,
-            WEIGHTED=weights is not None,
-            SCALED=scaled,
-            BLOCK=_LOCATED,
+        launch(
+            _locate_kernel,
+            (-(-num // _LOCATED),),
+            (
+                lookup.offsets.contiguous(),
+                layout.feature_tables,
+                layout.column_offsets,
+                places if weights is None else weights.contiguous(),
+                places,
+                scales,
+                num,
+                lookup.offsets.numel() - 1,
+                layout.batch_size,
+                layout.width,
+            ),
+            {
+                "MEAN": layout.pooling == POOLING_MEAN,
+                "WEIGHTED": weights is not None,
+                "SCALED": scaled,
+                "BLOCK": _LOCATED,
+            },
             num_warps=2,
         )
-    _update_kernel[(num_programs(grad.device, per_multiprocessor, num),)](
-        groups.counts,
-        groups.order,
-        groups.units,
-        groups.addresses,
-        grad,
-        places,
-        scales,
-        float(spec.max_gradient),
-        *common,
-        POOLED=pooled,
-        SCALED=scaled,
-        CLIP=spec.gradient_clipping and spec.max_gradient > 0,
-        AT_ONCE=_rows_at_once(constants["BLOCK_DIM"]),
-        **constants,
+    block_dim = constants["BLOCK_DIM"]
+    warps = max(1, min(8, block_dim // 256))
+    programs = persistent_grid(grad.device, num, warps)[0] * (_WAVES if grad.is_cuda else 1)
+    launch(
+        _update_kernel,
+        (programs,),
+        (
+            groups.counts,
+            groups.order,
+            groups.units,
+            groups.addresses,
+            groups.firsts,
+            grad,
+            places,
+            scales,
+            groups.units.numel(),
+            float(spec.max_gradient),
+            *common,
+        ),
+        {
+            **constants,
+            "GRADIENT": TRITON_DTYPES[grad.dtype],
+            "POOLED": pooled,
+            "SCALED": scaled,
+            "CLIP": spec.gradient_clipping and spec.max_gradient > 0,
+            "AT_ONCE": max(4, min(16, 1024 // block_dim)),
+            "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
+        },
+        num_warps=warps,
+        enable_fp_fusion=False,
     )
 
 
@@ -205,90 +220,117 @@ def _locate_kernel(
 
 
 @triton.jit
-def _sum_occurrences(
-    begin,
-    count,
-    column,
-    columns,
-    order_ptr,
-    grad_ptr,
-    places_ptr,
-    scales_ptr,
-    max_gradient,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    POOLED: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLIP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Return the fp32 sum of the gradients of ``order[begin:begin + count]``, AT_ONCE rows in flight."""
-    sums = tl.zeros([BLOCK_DIM], tl.float32)
-    done = 0
-    while done < count:
-        lane = done + tl.arange(0, AT_ONCE)
-        present = lane < count
-        i = tl.load(order_ptr + begin + lane, mask=present, other=0)
-        if POOLED:
-            place = tl.multiple_of(tl.load(places_ptr + i, mask=present, other=0), ALIGNMENT)
+def _gradients(
+    i, present, column, columns, grads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    POOLED: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Return the fp32 gradients ``[R, D]`` of occurrences ``i [R]``, clamped and scaled; zero where not ``present``.
+
+    ``columns`` says which columns the rows have; ``grads`` is ``(grad_ptr, places_ptr, scales_ptr, max_gradient)``.
+    """
+    grad_ptr, places_ptr, scales_ptr, max_gradient = grads
+    if POOLED:
+        place = tl.multiple_of(tl.load(places_ptr + i, mask=present, other=0), ALIGNMENT)
+    else:
+        place = i * DIM
+    mask = present[:, None]
+    if BLOCK_DIM != DIM:
+        mask = mask & columns
+    values = stream_float(grad_ptr + place[:, None] + column, mask)
+    if CLIP:
+        # Comparisons with NaN are false: NaN stays.
+        values = tl.where(values > max_gradient, max_gradient, values)
+        values = tl.where(values < -max_gradient, -max_gradient, values)
+    if SCALED:
+        values *= tl.load(scales_ptr + i, mask=present, other=0.0)[:, None]
+    return values
+
+
+@triton.jit
+def _update_many(
+    lists, grads, random, places, constants, settings, partials_ptr, num_windows, column, KIND: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, STATE_OFFSET: tl.constexpr, STATE_ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, PIECE: tl.constexpr, POOLED: tl.constexpr,
+    SCALED: tl.constexpr, CLIP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
+    counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, most = lists
+    num_many = tl.load(counts_ptr + 1)
+    one = tl.arange(0, 1)
+    u = tl.program_id(0)
+    while u < num_many:
+        place = most - 1 - u
+        begin, count, table, initial, whole = unpack(tl.load(units_ptr + place))
+        tables = one + table
+        # A piece leaves its row to the second kernel.
+        valid = one < tl.where(whole, 1, 0)
+        row = open_rows(
+            tl.load(addresses_ptr + place + one), tables, valid, column, places,
+            KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
+        )  # fmt: skip
+        sums = tl.zeros([1, BLOCK_DIM], tl.float32)
+        done = 0
+        while done < count:
+            lane = done + tl.arange(0, AT_ONCE)
+            i = tl.load(order_ptr + begin + lane, mask=lane < count, other=0)
+            values = _gradients(
+                i, lane < count, column, column < row[2], grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP
+            )
+            sums += tl.sum(values, 0)[None, :]
+            done += AT_ONCE
+        if whole:
+            i = tl.load(firsts_ptr + place + one)
+            close_rows(row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
         else:
-            place = i * DIM
-        mask = present[:, None]
-        if BLOCK_DIM != DIM:
-            mask = mask & columns[None, :]
-        values = stream_float(grad_ptr + place[:, None] + column[None, :], mask)
-        if CLIP:
-            # Comparisons with NaN are false: NaN stays.
-            values = tl.where(values > max_gradient, max_gradient, values)
-            values = tl.where(values < -max_gradient, -max_gradient, values)
-        if SCALED:
-            values *= tl.load(scales_ptr + i, mask=present, other=0.0)[:, None]
-        sums += tl.sum(values, 0)
-        done += AT_ONCE
-    return sums
+            window = tl.where(initial, 0, num_windows) + begin // PIECE
+            tl.store(partials_ptr + window.to(tl.int64) * BLOCK_DIM + column, sums)
+        u += tl.num_programs(0)
 
 
 @triton.jit
-def _dim_and_state(
-    table, address, dims_ptr, state_offsets_ptr, DIM: tl.constexpr, STATE_OFFSET: tl.constexpr,
-    STATE_ALIGNMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
+def _update_few(
+    lists, grads, random, places, constants, settings, column, KIND: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, STATE_OFFSET: tl.constexpr, STATE_ALIGNMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the dim of a row's table and a pointer to the row's state."""
-    dim = DIM
-    if DIM == 0:
-        dim = tl.multiple_of(tl.load(dims_ptr + table), ALIGNMENT)
-    # Added to the aligned pointer: Triton loses what it knows of an address when a constant is added before the cast.
-    state = pointers(address, tl.float32)
-    if STATE_OFFSET >= 0:
-        state += STATE_OFFSET // 4
-    else:
-        state += tl.multiple_of(tl.load(state_offsets_ptr + table) // 4, STATE_ALIGNMENT // 4)
-    return dim, state
+    """Work on whole segments of few occurrences: ROWS side by side, first the first occurrence of each."""
+    counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr = lists[:5]
+    num_few = tl.load(counts_ptr)
+    first = tl.program_id(0) * ROWS
+    while first < num_few:
+        u = first + tl.arange(0, ROWS)
+        valid = u < num_few
+        begin, count, table, _, _ = unpack(tl.load(units_ptr + u, mask=valid, other=0))
+        i = tl.load(firsts_ptr + u, mask=valid, other=0)
+        address = tl.load(addresses_ptr + u, mask=valid, other=0)
+        row = open_rows(
+            address, table, valid, column, places, KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT
+        )
+        columns = column < row[2]
+        sums = _gradients(i, valid, column, columns, grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP)
+        longest = tl.max(count, 0)
+        done = 1
+        while done < longest:
+            present = done < count
+            other = tl.load(order_ptr + begin + done, mask=present, other=0)
+            sums += _gradients(other, present, column, columns, grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP)
+            done += 1
+        close_rows(row, sums, i, table, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
+        first += tl.num_programs(0) * ROWS
 
 
-@triton.jit
-def _store_weights(
-    weights, values, columns, begin, table, order_ptr, ids_ptr, keys_ptr, clock_ptr,
-    BLOCK_DIM: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    if STOCHASTIC:
-        row_id = tl.load(ids_ptr + tl.load(order_ptr + begin))
-        words = row_words(tl.load(keys_ptr + table), row_id, tl.load(clock_ptr + _UPDATES), BLOCK_DIM)
-        store_stochastic(weights, values, columns, words)
-    else:
-        store_float(weights, values, columns, "")
-
-
-@triton.jit(do_not_specialize=["num_windows"])
+@triton.jit(do_not_specialize=["most", "num_windows"])
 def _update_kernel(
     counts_ptr,
     order_ptr,
     units_ptr,
     addresses_ptr,
+    firsts_ptr,
     grad_ptr,
     places_ptr,
     scales_ptr,
+    most,
     max_gradient,
     ids_ptr,
     keys_ptr,
@@ -315,48 +357,28 @@ def _update_kernel(
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PIECE: tl.constexpr,
+    GRADIENT: tl.constexpr,
     POOLED: tl.constexpr,
     SCALED: tl.constexpr,
     CLIP: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    num_units = tl.load(counts_ptr)
     constants = step_constants(clock_ptr, learning_rate_ptr, weight_decay, KIND, BETA1, BETA2)
     settings = (eps, beta1, rest1, beta2, rest2)
-    column = tl.arange(0, BLOCK_DIM)
-    u = tl.program_id(0)
-    unit = tl.load(units_ptr + u, mask=u < num_units, other=0)
-    address = tl.load(addresses_ptr + u, mask=u < num_units, other=0)
-    while u < num_units:
-        # The next unit's numbers arrive while this one is worked on.
-        following = u + tl.num_programs(0)
-        next_unit = tl.load(units_ptr + following, mask=following < num_units, other=0)
-        next_address = tl.load(addresses_ptr + following, mask=following < num_units, other=0)
-        begin, count, table, initial, whole = unpack(unit)
-        dim, state = _dim_and_state(
-            table, address, dims_ptr, state_offsets_ptr, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT
-        )
-        columns = column < dim
-        weights = pointers(address, WEIGHT) + column
-        # A piece leaves its row to the second kernel.
-        limit = tl.where(whole, dim, 0)
-        old = load_float(weights, column < limit)
-        loaded = load_state(state, column, dim, limit, KIND)
-        sums = _sum_occurrences(
-            begin, count, column, columns, order_ptr, grad_ptr, places_ptr, scales_ptr, max_gradient,
-            DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP, AT_ONCE,
-        )  # fmt: skip
-        if whole:
-            new = apply_rule(old, sums, state, loaded, column, dim, columns, constants, settings, KIND)
-            _store_weights(
-                weights, new, columns, begin, table, order_ptr, ids_ptr, keys_ptr, clock_ptr, BLOCK_DIM, STOCHASTIC
-            )
-        else:
-            window = tl.where(initial, 0, num_windows) + begin // PIECE
-            tl.store(partials_ptr + window.to(tl.int64) * BLOCK_DIM + column, sums)
-        u = following
-        unit = next_unit
-        address = next_address
+    lists = (counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, most)
+    grads = (grad_ptr, places_ptr, scales_ptr, max_gradient)
+    random = (ids_ptr, keys_ptr, clock_ptr)
+    places = (dims_ptr, state_offsets_ptr)
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    _update_many(
+        lists, grads, random, places, constants, settings, partials_ptr, num_windows, column, KIND, DIM, BLOCK_DIM,
+        STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT, STOCHASTIC, PIECE, POOLED, SCALED, CLIP, AT_ONCE,
+    )  # fmt: skip
+    _update_few(
+        lists, grads, random, places, constants, settings, column, KIND, DIM, BLOCK_DIM,
+        STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT, STOCHASTIC, POOLED, SCALED, CLIP, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_windows"])
@@ -393,33 +415,32 @@ def _combine_kernel(
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    num_long = tl.load(counts_ptr + 1)
     constants = step_constants(clock_ptr, learning_rate_ptr, weight_decay, KIND, BETA1, BETA2)
     settings = (eps, beta1, rest1, beta2, rest2)
-    column = tl.arange(0, BLOCK_DIM)
+    random = (ids_ptr, keys_ptr, clock_ptr)
+    places = (dims_ptr, state_offsets_ptr)
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    one = tl.arange(0, 1)
+    valid = one < 1
+    num_long = tl.load(counts_ptr + 2)
     q = tl.program_id(0)
     while q < num_long:
         begin, _, table, _, _ = unpack(tl.load(long_units_ptr + q))
-        address = tl.load(long_addresses_ptr + q)
         num_pieces = tl.cdiv(tl.load(long_counts_ptr + q), PIECE)
-        dim, state = _dim_and_state(
-            table, address, dims_ptr, state_offsets_ptr, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT
-        )
-        columns = column < dim
-        weights = pointers(address, WEIGHT) + column
-        old = load_float(weights, columns)
-        loaded = load_state(state, column, dim, dim, KIND)
+        tables = one + table
+        row = open_rows(
+            tl.load(long_addresses_ptr + q + one), tables, valid, column, places,
+            KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
+        )  # fmt: skip
         first = partials_ptr + (begin // PIECE).to(tl.int64) * BLOCK_DIM
         sums = tl.load(first + column)
         others = first + num_windows.to(tl.int64) * BLOCK_DIM
         piece = 1
         while piece < num_pieces:
             lane = piece + tl.arange(0, AT_ONCE)
-            places = others + lane.to(tl.int64)[:, None] * BLOCK_DIM + column[None, :]
-            sums += tl.sum(tl.load(places, mask=(lane < num_pieces)[:, None], other=0.0), 0)
+            partials = others + lane.to(tl.int64)[:, None] * BLOCK_DIM + column
+            sums += tl.sum(tl.load(partials, mask=(lane < num_pieces)[:, None], other=0.0), 0)[None, :]
             piece += AT_ONCE
-        new = apply_rule(old, sums, state, loaded, column, dim, columns, constants, settings, KIND)
-        _store_weights(
-            weights, new, columns, begin, table, order_ptr, ids_ptr, keys_ptr, clock_ptr, BLOCK_DIM, STOCHASTIC
-        )
+        i = tl.load(order_ptr + begin + one)
+        close_rows(row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
         q += tl.num_programs(0)
