@@ -48,7 +48,7 @@ def case(kind, dims, dtype, pooling, features=(1, 2), seed=0, **options):
     return store, lookup, torch.randn(shape)
 
 
-def run(kernels, device, store, spec, lookup, grad, step=3, rate=0.1, groups=None):
+def run(kernels, device, store, spec, lookup, grad, *, step=3, rate=0.1):
     clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64)
     clock[UPDATES] = step
     arguments = (grad, clock, torch.tensor([rate]), KEYS[: store.num_tables].clone())
@@ -195,7 +195,7 @@ def test_stochastic_rounding_needs_keys(kernels, device):
 def units_of(groups):
     """Return ``(begin, count, table, first, whole)`` of every unit, by begin."""
     few, many, _ = groups.counts.tolist()
-    units = groups.units.tolist()
+    units = groups.words[: groups.order.numel()].tolist()
     units = units[:few] + units[len(units) - many :]
     fields = [(u & (2**31 - 1), (u >> 31) & 255, (u >> 39) & (2**22 - 1), (u >> 61) & 1, u >> 62) for u in units]
     return sorted(fields)
@@ -218,7 +218,7 @@ def check_grouping(device, store, lookup):
             expected.append((piece + skipped, count, table, int(piece == begin), int(end - begin <= PIECE)))
     assert units_of(groups) == expected
     assert int(groups.counts[2]) == num_long
-    lengths = sorted(groups.long_counts[:num_long].tolist())
+    lengths = sorted(groups.words[3 * lookup.rows.numel() + 2 * groups.most_long :][:num_long].tolist())
     assert lengths == sorted(n for n in starts.diff().tolist() if n > PIECE)
 
 
@@ -273,5 +273,5 @@ def test_a_captured_update_reads_clock_rate_and_rows_on_the_device(pooling):
         rate.fill_(0.1 * step)
         gradient.copy_(grad)
         graph.replay()
-        run(cpu, torch.device("cpu"), store, spec, lookup, grad, step, 0.1 * step)
+        run(cpu, torch.device("cpu"), store, spec, lookup, grad, step=step, rate=0.1 * step)
     assert_rows_close(own, store)

@@ -15,8 +15,8 @@ from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 PIECE = 32
 # Units of at most so many occurrences are worked on side by side, longer ones one by one.
 FEW = 4
-_BLOCK = 1024
-_WARPS = 8
+_BLOCK = 512
+_WARPS = 4
 
 # A unit packs into an int64: begin, count, table, whether it begins a segment, and whether it is a whole one.
 _COUNT_SHIFT = tl.constexpr(31)
@@ -35,23 +35,21 @@ class Groups:
     Attributes:
         order: i64 ``[N]``, occurrences by ascending row, in their order within a row; those without a row come first.
         counts: i32 ``[3]``: whole segments of at most FEW occurrences, other units, segments longer than PIECE.
-        units: i64 ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one. Segments of
-            few occurrences stand at the front, the others at the back, last first.
-        addresses: i64 ``[N]``, the row of each unit.
-        firsts: i64 ``[N]``, the first occurrence of each unit.
-        long_units: i64, packed, one for each segment longer than PIECE.
-        long_addresses: i64, the row of each.
-        long_counts: i32, occurrences of each.
+        words: i64 ``[3 N + 3 most_long]``, six lists in one allocation, as views cost the host more than memory:
+
+            units ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one. Segments
+            of few occurrences stand at the front, the others at the back, last first.
+            addresses ``[N]``, the row of each unit.
+            firsts ``[N]``, the first occurrence of each unit.
+            long units, long addresses, long counts ``[most_long]``, segments longer than PIECE: begin and table as a
+            unit, the row, the occurrences.
+        most_long: length of the lists of long segments.
     """
 
     order: torch.Tensor
     counts: torch.Tensor
-    units: torch.Tensor
-    addresses: torch.Tensor
-    firsts: torch.Tensor
-    long_units: torch.Tensor
-    long_addresses: torch.Tensor
-    long_counts: torch.Tensor
+    words: torch.Tensor
+    most_long: int
 
 
 def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
@@ -71,40 +69,18 @@ def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
     rows = lookup.rows.contiguous()
     num, device = rows.numel(), rows.device
     ordered, order = torch.sort(rows, stable=True)
-    # Even lengths keep every list at a multiple of 16 bytes.
-    most, most_long = (num + 1) // 2 * 2, num // PIECE // 2 * 2 + 2
-    words = torch.empty(3 * most + 2 * most_long, dtype=torch.int64, device=device)
-    groups = Groups(
-        order,
-        torch.zeros(3, dtype=torch.int32, device=device),
-        *words.split([most, most, most, most_long, most_long]),
-        torch.empty(most_long, dtype=torch.int32, device=device),
-    )
+    most_long = num // PIECE + 1
+    counts = torch.zeros(3, dtype=torch.int32, device=device)
+    words = torch.empty(3 * (num + most_long), dtype=torch.int64, device=device)
+    tables = (lookup.table_ranges, store.chunk_bases, store.row_bytes)
     launch(
         _group_kernel,
         (-(-num // _BLOCK),),
-        (
-            ordered,
-            order,
-            lookup.table_ranges,
-            store.chunk_bases,
-            store.row_bytes,
-            groups.counts,
-            groups.units,
-            groups.addresses,
-            groups.firsts,
-            groups.long_units,
-            groups.long_addresses,
-            groups.long_counts,
-            num,
-            most,
-            store.num_tables,
-            store.chunk_shift,
-        ),
+        (ordered, order, *tables, counts, words, num, most_long, store.num_tables, store.chunk_shift),
         {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK},
         num_warps=_WARPS,
     )
-    return groups
+    return Groups(order, counts, words, most_long)
 
 
 @triton.jit
@@ -150,7 +126,7 @@ def _equal_from(ordered_ptr, row, position, most, STEP: tl.constexpr, BLOCK: tl.
     return run
 
 
-@triton.jit(do_not_specialize=["num", "most", "num_tables", "chunk_shift"])
+@triton.jit(do_not_specialize=["num", "most_long", "num_tables", "chunk_shift"])
 def _group_kernel(
     ordered_ptr,
     order_ptr,
@@ -158,14 +134,9 @@ def _group_kernel(
     chunk_bases_ptr,
     row_bytes_ptr,
     counts_ptr,
-    units_ptr,
-    addresses_ptr,
-    firsts_ptr,
-    long_units_ptr,
-    long_addresses_ptr,
-    long_counts_ptr,
+    words_ptr,
     num,
-    most,
+    most_long,
     num_tables,
     chunk_shift,
     ROW_BYTES: tl.constexpr,
@@ -203,16 +174,18 @@ def _group_kernel(
     few = (unit & (length <= FEW)).to(tl.int32)
     many = (unit & (length > FEW)).to(tl.int32)
     front = tl.atomic_add(counts_ptr, tl.sum(few, 0), sem="relaxed") + tl.cumsum(few, 0) - 1
-    back = most - tl.atomic_add(counts_ptr + 1, tl.sum(many, 0), sem="relaxed") - tl.cumsum(many, 0)
+    back = num - tl.atomic_add(counts_ptr + 1, tl.sum(many, 0), sem="relaxed") - tl.cumsum(many, 0)
     place = tl.where(few > 0, front, back)
-    tl.store(units_ptr + place, word, mask=unit)
-    tl.store(addresses_ptr + place, address, mask=unit)
-    tl.store(firsts_ptr + place, i, mask=unit)
+    lists = words_ptr + place
+    tl.store(lists, word, mask=unit)
+    tl.store(lists + num, address, mask=unit)
+    tl.store(lists + 2 * num.to(tl.int64), i, mask=unit)
     is_long = head & (length > PIECE)
     flags = is_long.to(tl.int32)
     num_long = tl.sum(flags, 0)
     if num_long > 0:
         place = tl.atomic_add(counts_ptr + 2, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
-        tl.store(long_units_ptr + place, word, mask=is_long)
-        tl.store(long_addresses_ptr + place, address, mask=is_long)
-        tl.store(long_counts_ptr + place, length, mask=is_long)
+        lists = words_ptr + 3 * num.to(tl.int64) + place
+        tl.store(lists, word, mask=is_long)
+        tl.store(lists + most_long, address, mask=is_long)
+        tl.store(lists + 2 * most_long, length.to(tl.int64), mask=is_long)

@@ -13,14 +13,22 @@ from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.group import PIECE, Groups, group_by_row, unpack
 from dynamicemb.table.triton.launch import launch, persistent_grid
 from dynamicemb.table.triton.pool import bag_table_and_place
-from dynamicemb.table.triton.rows import TRITON_DTYPES, find_range, row_shape, stream_float
+from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, find_range, row_shape, stream_float
 from dynamicemb.table.triton.rules import close_rows, open_rows, step_constants
 
 _LOCATED = 256
 # Programs beyond those that fit at once even out unequal shares.
 _WAVES = 4
 # Values of a tile of whole segments.
-_FEW_TILE = 512
+_FEW_TILE = 256
+# Values of a tile of partial sums, and who shares it.
+_COMBINE_TILE = 2048
+_COMBINE_WARPS = 2
+
+
+def _grid(device: torch.device, most: int, warps: int) -> tuple[int]:
+    (programs,) = persistent_grid(device, most, warps)
+    return (min(most, programs * _WAVES) if device.type == "cuda" else programs,)
 
 
 def update(
@@ -65,10 +73,11 @@ def update(
         groups = group_by_row(store, lookup)
     shape = row_shape(store)
     grad = grad.contiguous()
-    num_windows = lookup.rows.numel() // PIECE + 1
+    num = lookup.rows.numel()
+    num_windows = num // PIECE + 1
     # First pieces, then all others: two pieces of either kind begin at least PIECE occurrences apart.
     partials = torch.empty(2, num_windows, shape.block_dim, dtype=torch.float32, device=grad.device)
-    common = (
+    common: Any = (
         lookup.ids,
         groups.order if table_keys is None else table_keys,
         clock,
@@ -79,7 +88,24 @@ def update(
         num_windows,
         *(float(x) for x in (spec.weight_decay, spec.eps, spec.beta1, 1 - spec.beta1, spec.beta2, 1 - spec.beta2)),
     )
-    constants = {
+    constants = _constants(spec, shape, stochastic)
+    _launch_units(groups, lookup, spec, grad, common, constants)
+    if num > PIECE:
+        warps = min(8, max(_COMBINE_WARPS, shape.block_dim // 256))
+        launch(
+            _combine_kernel,
+            _grid(grad.device, num_windows, warps),
+            (groups.counts, groups.order, groups.words, num, groups.most_long, *common),
+            {**constants, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
+            num_warps=warps,
+            # The CPU twin rounds every product too.
+            enable_fp_fusion=False,
+        )
+
+
+def _constants(spec: OptimizerSpec, shape: RowShape, stochastic: bool) -> dict[str, Any]:
+    """Return the constexpr parameters of both kernels that apply an optimizer."""
+    return {
         "KIND": int(spec.kind),
         "BETA1": spec.beta1,
         "BETA2": spec.beta2,
@@ -92,18 +118,6 @@ def update(
         "STOCHASTIC": stochastic,
         "PIECE": PIECE,
     }
-    _launch_units(groups, lookup, spec, grad, common, constants)
-    if lookup.rows.numel() > PIECE:
-        warps = min(8, max(4, shape.block_dim // 256))
-        launch(
-            _combine_kernel,
-            persistent_grid(grad.device, num_windows, warps),
-            (groups.counts, groups.order, groups.long_units, groups.long_addresses, groups.long_counts, *common),
-            {**constants, "AT_ONCE": max(4, min(32, 4096 // shape.block_dim))},
-            num_warps=warps,
-            # The CPU twin rounds every product too.
-            enable_fp_fusion=False,
-        )
 
 
 def _launch_units(
@@ -147,20 +161,17 @@ def _launch_units(
         )
     block_dim = constants["BLOCK_DIM"]
     warps = max(1, min(8, block_dim // 256))
-    programs = persistent_grid(grad.device, num, warps)[0] * (_WAVES if grad.is_cuda else 1)
     launch(
         _update_kernel,
-        (programs,),
+        _grid(grad.device, num, warps),
         (
             groups.counts,
             groups.order,
-            groups.units,
-            groups.addresses,
-            groups.firsts,
+            groups.words,
             grad,
             places,
             scales,
-            groups.units.numel(),
+            num,
             float(spec.max_gradient),
             *common,
         ),
@@ -254,12 +265,12 @@ def _update_many(
     SCALED: tl.constexpr, CLIP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
-    counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, most = lists
+    counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, num = lists
     num_many = tl.load(counts_ptr + 1)
     one = tl.arange(0, 1)
     u = tl.program_id(0)
     while u < num_many:
-        place = most - 1 - u
+        place = num - 1 - u
         begin, count, table, initial, whole = unpack(tl.load(units_ptr + place))
         tables = one + table
         # A piece leaves its row to the second kernel.
@@ -320,17 +331,15 @@ def _update_few(
         first += tl.num_programs(0) * ROWS
 
 
-@triton.jit(do_not_specialize=["most", "num_windows"])
+@triton.jit(do_not_specialize=["num", "num_windows"])
 def _update_kernel(
     counts_ptr,
     order_ptr,
-    units_ptr,
-    addresses_ptr,
-    firsts_ptr,
+    words_ptr,
     grad_ptr,
     places_ptr,
     scales_ptr,
-    most,
+    num,
     max_gradient,
     ids_ptr,
     keys_ptr,
@@ -366,7 +375,8 @@ def _update_kernel(
 ):
     constants = step_constants(clock_ptr, learning_rate_ptr, weight_decay, KIND, BETA1, BETA2)
     settings = (eps, beta1, rest1, beta2, rest2)
-    lists = (counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, most)
+    addresses_ptr = words_ptr + num
+    lists = (counts_ptr, order_ptr, words_ptr, addresses_ptr, addresses_ptr + num, num)
     grads = (grad_ptr, places_ptr, scales_ptr, max_gradient)
     random = (ids_ptr, keys_ptr, clock_ptr)
     places = (dims_ptr, state_offsets_ptr)
@@ -381,13 +391,13 @@ def _update_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_windows"])
+@triton.jit(do_not_specialize=["num", "most_long", "num_windows"])
 def _combine_kernel(
     counts_ptr,
     order_ptr,
-    long_units_ptr,
-    long_addresses_ptr,
-    long_counts_ptr,
+    words_ptr,
+    num,
+    most_long,
     ids_ptr,
     keys_ptr,
     clock_ptr,
@@ -423,13 +433,14 @@ def _combine_kernel(
     one = tl.arange(0, 1)
     valid = one < 1
     num_long = tl.load(counts_ptr + 2)
+    long_ptr = words_ptr + 3 * num.to(tl.int64)
     q = tl.program_id(0)
     while q < num_long:
-        begin, _, table, _, _ = unpack(tl.load(long_units_ptr + q))
-        num_pieces = tl.cdiv(tl.load(long_counts_ptr + q), PIECE)
+        begin, _, table, _, _ = unpack(tl.load(long_ptr + q))
+        num_pieces = tl.cdiv(tl.load(long_ptr + 2 * most_long + q).to(tl.int32), PIECE)
         tables = one + table
         row = open_rows(
-            tl.load(long_addresses_ptr + q + one), tables, valid, column, places,
+            tl.load(long_ptr + most_long + q + one), tables, valid, column, places,
             KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
         )  # fmt: skip
         first = partials_ptr + (begin // PIECE).to(tl.int64) * BLOCK_DIM
