@@ -9,12 +9,14 @@ def kernels_for(device: torch.device) -> ModuleType:
     """Return the module of kernels for tables on a device.
 
     Raises:
-        NotImplementedError: there are no kernels for this kind of device yet.
+        NotImplementedError: there are no kernels for this kind of device.
     """
     if device.type == "cpu":
         from dynamicemb.table import cpu
 
         return cpu
-    raise NotImplementedError(
-        f"device: {device} has no table kernels in this version; use torch.device('cpu') (GPU kernels are in the works)"
-    )
+    if device.type == "cuda":
+        from dynamicemb.table import triton
+
+        return triton
+    raise NotImplementedError(f"device: there are no table kernels for {device}; use a CPU or a CUDA device")

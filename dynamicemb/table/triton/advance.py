@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, STEP, UPDATES, Index
 from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
 from dynamicemb.table.triton.launch import launch, padded_tables
 
@@ -36,6 +36,11 @@ def advance(index: Index, lag: int, strategy: int) -> None:
         "TABLES": padded_tables(index.num_tables),
     }
     launch(_advance_kernel, (1,), args, constants, num_warps=1)
+
+
+def begin_update(index: Index) -> None:
+    """Count an optimizer application; ``clock[UPDATES]`` is then the number of this one, from 1."""
+    index.clock[UPDATES] += 1
 
 
 def rebase(index: Index, shift: int) -> None:

@@ -1,0 +1,128 @@
+"""Copy rows to the output, one per occurrence (sequence lookup)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import launch
+from dynamicemb.table.triton.rows import (
+    TRITON_DTYPES,
+    find_range,
+    float_bits,
+    load_float,
+    pointers,
+    row_addresses,
+    row_shape,
+    store_float,
+)
+
+# Bytes of a program's tile: 8 rows of 128 floats; two reads of 16 bytes a lane.
+_TILE_BYTES = 4096
+
+
+def gather(
+    store: RowStore,
+    rows: torch.Tensor,
+    table_ranges: torch.Tensor,
+    missing_values: torch.Tensor,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Read the weights of one row per occurrence; the arguments are those of the CPU twin.
+
+    Args:
+        store: the rows; all tables have the same dim D.
+        rows: i32 ``[N]``, -1 for a missing id.
+        table_ranges: i64 ``[T+1]``, the occurrences of each table.
+        missing_values: f32 ``[T]``, what every column of a missing id reads.
+        output_dtype: float32, float16 or bfloat16.
+
+    Returns:
+        ``[N, D]`` in ``output_dtype``, rounded to nearest.
+
+    Host sync: none. Bytes moved: N * D * (weight size + output size) + 4 N.
+    """
+    shape = row_shape(store)
+    dim = store.formats[0].dim
+    out = torch.empty(rows.numel(), dim, dtype=output_dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    size = min(store.dtype.itemsize, output_dtype.itemsize)
+    block = max(1, _TILE_BYTES // size // shape.block_dim)
+    launch(
+        _gather_kernel,
+        (-(-rows.numel() // block),),
+        (
+            rows.contiguous(),
+            table_ranges,
+            missing_values,
+            out,
+            store.chunk_bases,
+            store.row_bytes,
+            rows.numel(),
+            store.num_tables,
+            store.chunk_shift,
+        ),
+        {
+            "DIM": dim,
+            "BLOCK_DIM": shape.block_dim,
+            "ROW_BYTES": shape.row_bytes,
+            "WEIGHT": shape.weight,
+            "OUTPUT": TRITON_DTYPES[output_dtype],
+            "BLOCK": block,
+        },
+        num_warps=max(1, min(8, block * shape.block_dim * size // 1024)),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tables", "chunk_shift"])
+def _gather_kernel(
+    rows_ptr,
+    table_ranges_ptr,
+    missing_values_ptr,
+    out_ptr,
+    chunk_bases_ptr,
+    row_bytes_ptr,
+    num_rows,
+    num_tables,
+    chunk_shift,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_DIM)
+    rows = tl.load(rows_ptr + i, mask=i < num_rows, other=-1)
+    found = rows >= 0
+    missing = (i < num_rows) & (rows < 0)
+    any_missing = tl.max(missing.to(tl.int32), 0) > 0
+    tables = tl.zeros([BLOCK], tl.int32)
+    # Tables are looked up only where they matter: rows of several sizes, or a missing id.
+    if (ROW_BYTES == 0) | any_missing:
+        tables = find_range(i, table_ranges_ptr, tables, num_tables)
+    addresses = row_addresses(rows, tables, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+    written = (i < num_rows)[:, None]
+    readable = found[:, None]
+    if BLOCK_DIM != DIM:
+        inside = (column < DIM)[None, :]
+        written = written & inside
+        readable = readable & inside
+    filler = tl.zeros([BLOCK], tl.float32)
+    if any_missing:
+        filler = tl.load(missing_values_ptr + tables, mask=missing, other=0.0)
+    place = i[:, None] * DIM + column[None, :]
+    if (WEIGHT == OUTPUT) & (WEIGHT != tl.float32):
+        # Bits are moved as they are: widening and rounding would only cost lanes.
+        words = tl.load(pointers(addresses, tl.uint16)[:, None] + column[None, :], mask=readable, other=0)
+        words = tl.where(found[:, None], words, float_bits(filler, OUTPUT)[:, None])
+        tl.store(
+            out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + place, words, mask=written, cache_modifier=".cs"
+        )
+    else:
+        values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], readable)
+        values = tl.where(found[:, None], values, filler[:, None])
+        store_float(out_ptr + place, values, written, ".cs")

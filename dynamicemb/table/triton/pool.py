@@ -1,0 +1,263 @@
+"""Sum the rows of each bag (SUM, MEAN, weighted), and the gradient of the pooling weights."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.layout import POOLING_MEAN, FeatureLayout
+from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import launch
+from dynamicemb.table.triton.rows import (
+    TRITON_DTYPES,
+    RowShape,
+    load_float,
+    pointers,
+    row_addresses,
+    row_shape,
+    store_float,
+)
+
+
+def _rows_at_once(shape: RowShape) -> int:
+    """Return how many rows of a bag are in flight together: 8 of 128 columns, more narrow ones, fewer wide ones."""
+    return max(2, min(16, 1024 // shape.block_dim))
+
+
+def pool(
+    store: RowStore,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    layout: FeatureLayout,
+    per_sample_weights: torch.Tensor | None,
+    missing_values: torch.Tensor,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Sum rows per bag in fp32; the arguments and the meaning of MEAN and weights are those of the CPU twin.
+
+    The order of the sum depends on the place of an occurrence in its bag alone, so it repeats bit for bit.
+
+    Args:
+        store: the rows.
+        rows: i32 ``[N]``, -1 for a missing id.
+        offsets: i64 ``[F*B+1]``.
+        layout: tables and columns of the features; pooling SUM or MEAN.
+        per_sample_weights: f32 ``[N]``, or None for 1.
+        missing_values: f32 ``[T]``, what every column of a missing id reads.
+        output_dtype: float32, float16 or bfloat16.
+
+    Returns:
+        ``[B, total_D]`` in ``output_dtype``, rounded to nearest; empty bags are zero.
+
+    Example: rows ``[[1, 2], [10, 20]]``, one feature, bags ``[0, 0, 1]``, ``[]`` and ``[1]``:
+    ``offsets = [0, 3, 3, 4]``; SUM gives ``[[12, 24], [0, 0], [10, 20]]``, MEAN ``[[4, 8], [0, 0], [10, 20]]``.
+
+    Host sync: none. Bytes moved: N * D * weight size + B * total_D * output size + 4 N (8 N weighted).
+    """
+    shape = row_shape(store)
+    out = torch.empty(layout.batch_size, layout.width, dtype=output_dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    at_once = _rows_at_once(shape)
+    launch(
+        _pool_kernel,
+        (offsets.numel() - 1,),
+        (
+            rows.contiguous(),
+            offsets.contiguous(),
+            layout.feature_tables,
+            layout.column_offsets,
+            rows if per_sample_weights is None else per_sample_weights.contiguous(),
+            missing_values,
+            out,
+            store.chunk_bases,
+            store.row_bytes,
+            store.dims,
+            layout.batch_size,
+            layout.width,
+            store.chunk_shift,
+        ),
+        {
+            "DIM": shape.dim,
+            "BLOCK_DIM": shape.block_dim,
+            "ROW_BYTES": shape.row_bytes,
+            "WEIGHT": shape.weight,
+            "ALIGNMENT": shape.alignment,
+            "MEAN": layout.pooling == POOLING_MEAN,
+            "WEIGHTED": per_sample_weights is not None,
+            "AT_ONCE": at_once,
+            "OUTPUT": TRITON_DTYPES[output_dtype],
+        },
+        num_warps=max(1, min(8, at_once * shape.block_dim // 1024)),
+    )
+    return out
+
+
+@triton.jit
+def bag_table_and_place(k, feature_tables_ptr, column_offsets_ptr, batch_size, width, ALIGNMENT: tl.constexpr):
+    """Return the table of bag ``k`` and where its columns start in ``[B, total_D]``, in elements."""
+    feature = k // batch_size
+    place = (k - feature * batch_size).to(tl.int64) * width + tl.load(column_offsets_ptr + feature)
+    return tl.load(feature_tables_ptr + feature), tl.multiple_of(place, ALIGNMENT)
+
+
+@triton.jit(do_not_specialize=["batch_size", "width", "chunk_shift"])
+def _pool_kernel(
+    rows_ptr,
+    offsets_ptr,
+    feature_tables_ptr,
+    column_offsets_ptr,
+    weights_ptr,
+    missing_values_ptr,
+    out_ptr,
+    chunk_bases_ptr,
+    row_bytes_ptr,
+    dims_ptr,
+    batch_size,
+    width,
+    chunk_shift,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):
+    k = tl.program_id(0)
+    column = tl.arange(0, BLOCK_DIM)
+    begin = tl.load(offsets_ptr + k)
+    end = tl.load(offsets_ptr + k + 1)
+    table, place = bag_table_and_place(k, feature_tables_ptr, column_offsets_ptr, batch_size, width, ALIGNMENT)
+    missing_value = tl.load(missing_values_ptr + table)
+    dim = DIM
+    if DIM == 0:
+        dim = tl.load(dims_ptr + table)
+    inside = column < dim
+    sums = tl.zeros([BLOCK_DIM], tl.float32)
+    first = begin
+    while first < end:
+        i = first + tl.arange(0, AT_ONCE)
+        present = i < end
+        rows = tl.load(rows_ptr + i, mask=present, other=-1)
+        found = rows >= 0
+        addresses = row_addresses(rows, table, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+        mask = found[:, None]
+        if BLOCK_DIM != DIM:
+            mask = mask & inside[None, :]
+        values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], mask)
+        filler = tl.where(present & (rows < 0), missing_value, 0.0)
+        values = tl.where(found[:, None], values, filler[:, None])
+        if WEIGHTED:
+            values *= tl.load(weights_ptr + i, mask=present, other=0.0)[:, None]
+        sums += tl.sum(values, 0)
+        first += AT_ONCE
+    if MEAN:
+        sums *= tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32))
+    store_float(out_ptr + place + column, sums, inside, ".cs")
+
+
+def pool_weights_grad(
+    store: RowStore, rows: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout, grad: torch.Tensor
+) -> torch.Tensor:
+    """Compute the gradient of the pooling weights: the bag's gradient times the row, / bag length for MEAN.
+
+    Args:
+        store: the rows, before the optimizer changes them.
+        rows: i32 ``[N]``; the gradient of a missing id (-1) is 0.
+        offsets: i64 ``[F*B+1]``.
+        layout: tables and columns of the features.
+        grad: ``[B, total_D]``, float32, float16 or bfloat16.
+
+    Returns:
+        f32 ``[N]``.
+
+    Host sync: none. Bytes moved: N * D * weight size + B * total_D * gradient size + 8 N.
+    """
+    shape = row_shape(store)
+    out = torch.empty(rows.numel(), dtype=torch.float32, device=rows.device)
+    if out.numel() == 0:
+        return out
+    at_once = _rows_at_once(shape)
+    launch(
+        _pool_weights_grad_kernel,
+        (offsets.numel() - 1,),
+        (
+            rows.contiguous(),
+            offsets.contiguous(),
+            layout.feature_tables,
+            layout.column_offsets,
+            grad.contiguous(),
+            out,
+            store.chunk_bases,
+            store.row_bytes,
+            store.dims,
+            layout.batch_size,
+            layout.width,
+            store.chunk_shift,
+        ),
+        {
+            "DIM": shape.dim,
+            "BLOCK_DIM": shape.block_dim,
+            "ROW_BYTES": shape.row_bytes,
+            "WEIGHT": shape.weight,
+            "ALIGNMENT": shape.alignment,
+            "MEAN": layout.pooling == POOLING_MEAN,
+            "AT_ONCE": at_once,
+            "GRADIENT": TRITON_DTYPES[grad.dtype],
+        },
+        num_warps=max(1, min(8, at_once * shape.block_dim // 1024)),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["batch_size", "width", "chunk_shift"])
+def _pool_weights_grad_kernel(
+    rows_ptr,
+    offsets_ptr,
+    feature_tables_ptr,
+    column_offsets_ptr,
+    grad_ptr,
+    out_ptr,
+    chunk_bases_ptr,
+    row_bytes_ptr,
+    dims_ptr,
+    batch_size,
+    width,
+    chunk_shift,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    MEAN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+):
+    k = tl.program_id(0)
+    column = tl.arange(0, BLOCK_DIM)
+    begin = tl.load(offsets_ptr + k)
+    end = tl.load(offsets_ptr + k + 1)
+    table, place = bag_table_and_place(k, feature_tables_ptr, column_offsets_ptr, batch_size, width, ALIGNMENT)
+    dim = DIM
+    if DIM == 0:
+        dim = tl.load(dims_ptr + table)
+    inside = column < dim
+    grad = load_float(grad_ptr + place + column, inside & (begin < end))
+    scale = 1.0
+    if MEAN:
+        scale = tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32))
+    first = begin
+    while first < end:
+        i = first + tl.arange(0, AT_ONCE)
+        rows = tl.load(rows_ptr + i, mask=i < end, other=-1)
+        found = rows >= 0
+        addresses = row_addresses(rows, table, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+        mask = found[:, None]
+        if BLOCK_DIM != DIM:
+            mask = mask & inside[None, :]
+        values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], mask)
+        dots = tl.where(found, scale * tl.sum(values * grad[None, :], 1), 0.0)
+        tl.store(out_ptr + i, dots, mask=i < end)
+        first += AT_ONCE
