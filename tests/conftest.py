@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch loads OpenMP, whose threads would otherwise spin at barriers and keep the core from other tests' threads.
@@ -54,12 +55,16 @@ def reason_to_skip(backend: str) -> str | None:
 
 
 @pytest.fixture(params=["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.cuda)])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Run the test once per backend: `cpu` (numba), `interpret` (Triton on the CPU), `cuda` (Triton compiled)."""
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once per backend: `cpu` (numba), `interpret` (Triton on the CPU), `cuda` (Triton compiled).
+
+    New tensors are made where the backend's tables live.
+    """
     reason = reason_to_skip(request.param)
     if reason:
         pytest.skip(f"{request.param}: {reason}")
-    return request.param
+    with torch.device("cuda" if request.param == "cuda" else "cpu"):
+        yield request.param
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.cpu.initialize import initial_values
+from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.reference import Entry, ReferenceTable
 from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
-from tests.tables import UNIFORM, use_backend
+from tests.tables import UNIFORM, device_of, use_backend
 
 INT64 = np.iinfo(np.int64)
 IDS = [-4, -3, -2, -1, 0, INT64.min, INT64.max, *range(1, 54)]
@@ -82,9 +83,11 @@ class TableMachine(RuleBasedStateMachine):
             learning_rate=self.learning_rate,
             eps=1e-3 if adagrad else 1e-8,
             seed=3,
+            device=device_of(self.backend),
         )
         group = self.module.tables
         use_backend(group, self.backend)
+        self.initializers = InitializerTable.create([UNIFORM] * 2, ["a", "b"], 3, torch.device("cpu"))
         self.oracles = [
             ReferenceTable(c // 16, 16, strategy, lambda key, t=t: self.new_row(t, key))
             for t, c in enumerate(self.capacities)
@@ -98,7 +101,7 @@ class TableMachine(RuleBasedStateMachine):
             self.backward(self.forward(self.bags(seed, self.bag_size)))
 
     def new_row(self, table: int, key: int) -> tuple[np.ndarray, np.ndarray]:
-        values = initial_values(self.module.tables.initializers, table, torch.tensor([key]), DIMS[table])
+        values = initial_values(self.initializers, table, torch.tensor([key], device="cpu"), DIMS[table])
         return values[0].numpy().copy(), np.zeros(DIMS[table] if self.adagrad else 0, np.float32)
 
     # Batches
@@ -122,7 +125,7 @@ class TableMachine(RuleBasedStateMachine):
     def cells(self, matrix: torch.Tensor, k: int) -> np.ndarray:
         """Return the columns of bag ``k`` in a ``[B, total_D]`` matrix."""
         feature, sample = divmod(k, self.batch_size)
-        return matrix.detach().numpy()[sample, COLUMNS[feature] : COLUMNS[feature + 1]]
+        return matrix.detach().cpu().numpy()[sample, COLUMNS[feature] : COLUMNS[feature + 1]]
 
     def check_output(self, output: torch.Tensor, entries: list[list[Entry | None]]) -> None:
         for k, bag in enumerate(entries):
@@ -130,7 +133,14 @@ class TableMachine(RuleBasedStateMachine):
             for entry in bag:
                 if entry is not None:
                     expected += entry.weights
-            np.testing.assert_array_equal(self.cells(output, k), expected)
+            self.check_floats(self.cells(output, k), expected)
+
+    def check_floats(self, got: np.ndarray, expected: np.ndarray) -> None:
+        if self.backend == "cuda":
+            # Compiled kernels contract multiply-adds: each step rounds once where the oracle rounds twice.
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(got, expected)
 
     # Training
 
@@ -155,7 +165,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def backward(self, pending: Pending) -> None:
         rng = np.random.default_rng(pending.number)
-        grad = torch.from_numpy(rng.integers(-8, 9, pending.output.shape).astype(np.float32) / 4)
+        grad = torch.tensor(rng.integers(-8, 9, pending.output.shape).astype(np.float32) / 4)
         pending.output.backward(grad)
         sums: dict[int, tuple[Entry, np.ndarray]] = {}
         for k, (bag, entries) in enumerate(zip(pending.bags, pending.entries, strict=True)):
@@ -254,8 +264,8 @@ class TableMachine(RuleBasedStateMachine):
             scores = group.index.scores[slots].tolist()
             for i, key in enumerate(ids):
                 assert scores[i] == entries[key].score, f"score of {key}"
-                np.testing.assert_array_equal(weights[i].numpy(), entries[key].weights)
-                np.testing.assert_array_equal(state[i].numpy(), entries[key].state)
+                self.check_floats(weights[i].cpu().numpy(), entries[key].weights)
+                self.check_floats(state[i].cpu().numpy(), entries[key].state)
             assert {n: stats[name][n] for n in oracle.counts} == oracle.counts
             assert stats[name]["dropped_gradients"] == self.dropped[t]
 

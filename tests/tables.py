@@ -1,8 +1,8 @@
 """Groups of tables for tests, on any backend."""
 
+import functools
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from dynamicemb.table.group import GroupOptions, TableGroup
@@ -15,16 +15,20 @@ UNIFORM = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.UNIFORM, lowe
 SEED = 20
 
 
-def use_backend(group: TableGroup, backend: str) -> None:
-    """Make a group on the CPU run the kernels of a backend, as far as that backend has them."""
-    if backend == "cuda":
-        pytest.skip("cuda: only find has a GPU kernel yet")
-    if backend == "interpret":
-        from dynamicemb.table import triton as interpreted
+def device_of(backend: str) -> torch.device:
+    """Return where a backend's tables live."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "cuda" else torch.device("cpu")
 
-        kernels = dict(vars(group.kernels))
-        kernels.update({name: getattr(interpreted, name) for name in interpreted.__all__})
-        group.kernels = SimpleNamespace(**kernels)
+
+def use_backend(group: TableGroup, backend: str) -> None:
+    """Make a group run the kernels of a backend; those of Triton in batch order, as the CPU's."""
+    if backend == "cpu":
+        return
+    from dynamicemb.table import triton
+
+    kernels = {name: getattr(triton, name) for name in triton.__all__}
+    kernels["find_or_insert"] = functools.partial(triton.find_or_insert, deterministic=True)
+    group.kernels = SimpleNamespace(**kernels)
 
 
 def make_group(
@@ -41,14 +45,14 @@ def make_group(
         names,
         capacities,
         [RowFormat(dim, 0) for dim in dims or [4] * len(capacities)],
-        InitializerTable.create([UNIFORM] * len(capacities), names, SEED, torch.device("cpu")),
+        InitializerTable.create([UNIFORM] * len(capacities), names, SEED, device_of(backend)),
         GroupOptions(bucket_capacity, torch.float32, strategy, SEED, **options),
-        torch.device("cpu"),
+        device_of(backend),
     )
     use_backend(group, backend)
     return group
 
 
 def ranges(*sizes: int) -> torch.Tensor:
-    """Return ``table_ranges`` for tables with so many occurrences each."""
+    """Return ``table_ranges`` for tables with so many occurrences each, on the default device."""
     return torch.tensor([0, *sizes]).cumsum(0)

@@ -34,12 +34,12 @@ def test_c07_random_batches_equal_the_oracle(backend: str, strategy: int) -> Non
     for step in range(cases[0]):
         sizes = [int(rng.integers(0, cases[1])), int(rng.integers(cases[1] // 3, cases[1]))]
         ids = [rng.choice(np.concatenate([EXTREME, np.arange(70)]), n).astype(np.int64) for n in sizes]
-        frequencies = torch.from_numpy(rng.integers(1, 5, sum(sizes)))
+        frequencies = torch.tensor(rng.integers(1, 5, sum(sizes)))
         if strategy == SCORE_CUSTOMIZED:
             group.set_score(0, int(rng.integers(1, 9)))
             group.set_score(1, int(rng.integers(1, 9)))
         token = group.begin_step()
-        batch = torch.from_numpy(np.concatenate(ids))
+        batch = torch.tensor(np.concatenate(ids))
         counts = frequencies if step % 2 else None
         rows, events = group.find_or_insert(batch, ranges(*sizes), counts)
         evicted = list(zip(events.result().evicted_ids.tolist(), events.result().evicted_scores.tolist(), strict=True))
@@ -81,7 +81,7 @@ def test_c07_ties_go_to_the_smaller_mixed_id(backend: str) -> None:
     group.find_or_insert(first, ranges(16))
     group.begin_step()
     _, events = group.find_or_insert(torch.tensor([100, 101]), ranges(2))
-    by_hash = first.numpy()[np.argsort(fmix64(first.numpy()))]
+    by_hash = first.cpu().numpy()[np.argsort(fmix64(first.cpu().numpy()))]
     assert events.result().evicted_ids.tolist() == by_hash[:2].tolist()
 
 
@@ -107,7 +107,7 @@ def test_kernels_agree_with_the_layout_on_where_ids_live(backend: str) -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(INT64.min, INT64.max, 100)
     group.begin_step()
-    group.find_or_insert(torch.from_numpy(ids), ranges(100))
+    group.find_or_insert(torch.tensor(ids), ranges(100))
     group.check_invariants()
     bucket, start, digest = locate(ids, 16, 3)
     slots = {int(k): s for k, s in zip(group.index.keys[group.scan(0)], group.scan(0).tolist(), strict=True)}

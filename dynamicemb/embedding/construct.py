@@ -17,6 +17,7 @@ from dynamicemb.dynamicemb_config import (
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import GroupOptions, TableGroup
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
 from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
@@ -160,6 +161,19 @@ def check_features(feature_table_map: list[int] | None, num_tables: int, dims: l
     return GroupFeatures(tables, [tables.index(t) for t in range(num_tables)] + [len(tables)], columns)
 
 
+def check_device(device: torch.device | str | None) -> torch.device:
+    """Return the device of the tables as tensors on it name theirs; None is the current CUDA device, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        # "cpu:0" is no other device, but would not be equal to that of any tensor.
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def build_group(
     options: list[DynamicEmbTableOptions], names: list[str], optimizer: OptimizerSpec, seed: int, device: torch.device
 ) -> TableGroup:
@@ -176,11 +190,15 @@ def build_group(
         for field, reason in _idle_options(option, device).items():
             value = getattr(option, field)
             warnings.warn(f"table {name!r}: {field}={value!r} has no effect: {reason}", UserWarning, stacklevel=3)
-    trained = first.training
+    capacities = [num * bucket for num, bucket in layouts]
+    formats = [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if first.training else 0) for o in options]
+    if device.type == "cuda":
+        wanted = sum(c * f.num_bytes(weights_dtype(first)) for c, f in zip(capacities, formats, strict=True))
+        _check_gpu_memory(options, wanted, sum(capacities) * INDEX_BYTES_PER_SLOT, device)
     return TableGroup(
         names,
-        [num * bucket for num, bucket in layouts],
-        [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if trained else 0) for o in options],
+        capacities,
+        formats,
         InitializerTable.create([o.initializer_args for o in options], names, seed, device),
         GroupOptions(
             bucket_capacity=layouts[0][1],
@@ -192,6 +210,30 @@ def build_group(
         ),
         device,
     )
+
+
+def _check_gpu_memory(
+    options: list[DynamicEmbTableOptions], row_bytes: int, index_bytes: int, device: torch.device
+) -> None:
+    """Refuse tables that are meant to be partly in host memory, and tables that do not fit.
+
+    Raises:
+        UnsupportedOptionError: ``local_hbm_for_values`` is set and holds less than all rows.
+        torch.OutOfMemoryError: the GPU has too little memory left.
+    """
+    allowed = sum(option.local_hbm_for_values for option in options)
+    if 0 < allowed < row_bytes:
+        raise UnsupportedOptionError(
+            f"local_hbm_for_values={allowed} is less than the {row_bytes} bytes of all rows: rows in host memory are not "
+            "available in this version; set it to 0 or at least to that number, or lower max_capacity"
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if row_bytes + index_bytes > free:
+        raise torch.OutOfMemoryError(
+            f"the tables need {row_bytes} bytes of rows and {index_bytes} of index, {device} has {free} bytes free; "
+            "lower max_capacity, or use a smaller embedding_dtype or an optimizer with less state"
+        )
 
 
 def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[str, str]:

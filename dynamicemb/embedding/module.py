@@ -11,6 +11,7 @@ from torch import nn
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
 from dynamicemb.embedding.construct import (
     build_group,
+    check_device,
     check_features,
     check_options,
     check_pooling_mode,
@@ -94,7 +95,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             prefetch_pipeline: must be False in this version.
             pooling_mode: SUM, MEAN or NONE.
             output_dtype: float32, float16 or bfloat16.
-            device: where the tables live; None is the CPU in this version.
+            device: where the tables live; None is the current CUDA device, or the CPU where there is none.
             enforce_hbm: has no effect without a cache and warns.
             bounds_check_mode: has no effect, since every id is legal, and warns unless it is None.
             optimizer: EXACT_SGD, SGD, ADAM, EXACT_ADAGRAD or EXACT_ROWWISE_ADAGRAD of ``EmbOptimType``.
@@ -155,10 +156,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self.feature_num = len(self._features.tables)
         self.max_D = max(self.dims)
         self.total_D = self._features.column_offsets[-1]
-        device = torch.device(device if device is not None else "cpu")
-        if device.type == "cpu":
-            # "cpu:0" is no other device, but would not be equal to that of any tensor.
-            device = torch.device("cpu")
+        device = check_device(device)
         # Tables made in inference mode could only be changed there.
         with torch.inference_mode(False):
             self._group = build_group(table_options, names, self.optimizer_spec, check_seed(seed), device)
