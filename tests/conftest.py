@@ -2,6 +2,10 @@
 
 import os
 import sys
+from pathlib import Path
+
+# Before torch loads OpenMP, whose threads would otherwise spin at barriers and keep the core from other tests' threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
@@ -64,6 +68,15 @@ def device(backend: str) -> torch.device:
     return torch.device("cuda" if backend == "cuda" else "cpu")
 
 
+def drop_stale_kernels() -> None:
+    """Delete compiled numba kernels older than the newest source: numba notices changes of the same file only."""
+    folder = Path(__file__).resolve().parent.parent / "dynamicemb" / "table" / "cpu"
+    newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
+    for compiled in folder.glob("__pycache__/*.nb[ic]"):
+        if compiled.stat().st_mtime < newest:
+            compiled.unlink(missing_ok=True)
+
+
 class ExecutedTests:
     """Counts the tests that ran to a verdict (skipped ones do not count) and fails the session below a minimum."""
 
@@ -91,4 +104,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    drop_stale_kernels()
     config.pluginmanager.register(ExecutedTests(config.getoption("--min-tests")), "executed-tests")

@@ -1,7 +1,7 @@
 """A hypothesis state machine: a module of two tables against the dict oracle.
 
-Two tables share one module (three features, mixed dims), small enough that most runs evict. Forwards may stay outstanding;
-their backward comes later, never, or after an erase took the row away.
+Two tables share one module (three features, mixed dims), small enough that most runs evict. Forwards may stay
+outstanding; their backward comes later, never, or after an erase took the row away.
 """
 
 import warnings

@@ -41,8 +41,8 @@ def test_c07_random_batches_equal_the_oracle(backend: str, strategy: int) -> Non
         token = group.begin_step()
         batch = torch.from_numpy(np.concatenate(ids))
         counts = frequencies if step % 2 else None
-        rows, result = group.find_or_insert(batch, ranges(*sizes), counts)
-        evicted = list(zip(result.evicted_ids.tolist(), result.evicted_scores.tolist(), strict=True))
+        rows, events = group.find_or_insert(batch, ranges(*sizes), counts)
+        evicted = list(zip(events.result().evicted_ids.tolist(), events.result().evicted_scores.tolist(), strict=True))
         begin = 0
         expected_evicted = []
         for t, keys in enumerate(ids):
@@ -80,17 +80,17 @@ def test_c07_ties_go_to_the_smaller_mixed_id(backend: str) -> None:
     group.begin_step().finish()
     group.find_or_insert(first, ranges(16))
     group.begin_step()
-    _, result = group.find_or_insert(torch.tensor([100, 101]), ranges(2))
+    _, events = group.find_or_insert(torch.tensor([100, 101]), ranges(2))
     by_hash = first.numpy()[np.argsort(fmix64(first.numpy()))]
-    assert result.evicted_ids.tolist() == by_hash[:2].tolist()
+    assert events.result().evicted_ids.tolist() == by_hash[:2].tolist()
 
 
 def test_c02_repeated_ids_share_one_row(backend: str) -> None:
     group = make_group(backend, [32])
     group.begin_step()
-    rows, result = group.find_or_insert(torch.tensor([7, 7, 3, 7]), ranges(4))
+    rows, events = group.find_or_insert(torch.tensor([7, 7, 3, 7]), ranges(4))
     assert rows[0] == rows[1] == rows[3] != rows[2]
-    assert result.new.tolist() == [0, 2]
+    assert events.result().new.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("bucket_capacity", [16, 112, 128, 1024])
@@ -138,8 +138,8 @@ def test_erased_slots_are_found_past_and_reused(backend: str) -> None:
     assert group.find(ids, ranges(16)).ge(0).tolist() == [i not in (3, 5) for i in range(16)]
     step.finish()
     group.begin_step()
-    rows, result = group.find_or_insert(torch.tensor([200, 201]), ranges(2))
-    assert bool((rows >= 0).all()) and result.evicted.numel() == 0
+    rows, events = group.find_or_insert(torch.tensor([200, 201]), ranges(2))
+    assert bool((rows >= 0).all()) and events.result().evicted.numel() == 0
     group.check_invariants()
 
 

@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, settings  # noqa: E402
-from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
-from tests.machine import TableMachine  # noqa: E402
+from tests.machine import TableMachine
 
 EXAMPLES = {"cpu": (300, 50), "interpret": (20, 10), "cuda": (300, 50)}
 

@@ -7,6 +7,7 @@ import torch
 
 from dynamicemb import DynamicEmbScoreStrategy as Score
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.index import STEP
 from dynamicemb.table.steps import REBASE_AT
 from tests.lookups import (
     EXTREME,
@@ -167,6 +168,7 @@ def test_c07_the_lowest_score_is_evicted_and_the_newcomer_wins(strategy: Score) 
 def test_c07_tags_are_rebased_long_before_they_overflow(protect_steps: int) -> None:
     module = make_module([options(capacity=16, protect_steps=protect_steps)], pooling_mode=2)
     module.tables.steps.current = REBASE_AT - 5
+    module.tables.index.clock[STEP] = REBASE_AT - 5
     waiting = module(*bag_per_id([1, 2]))
     for step in range(12):
         module(*bag_per_id([10 + step])).sum().backward()

@@ -21,7 +21,7 @@ def group():
 
 def layout() -> FeatureLayout:
     return FeatureLayout(
-        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 4, 8]), torch.tensor([0, 1, 2]), 2, POOLING_MEAN
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 4, 8]), torch.tensor([0, 1, 2]), 2, POOLING_MEAN, 8
     )
 
 
@@ -52,7 +52,7 @@ def test_row_ops(group) -> None:
     expected = group.kernels.gather(group.store, rows, table_ranges, zeros, torch.bfloat16)
     assert torch.equal(library.gather(*args), expected)
     weights = torch.rand(5)
-    args = (*store, rows, offsets, *ops.layout_arguments(layout()), 8, weights, zeros, torch.float32)
+    args = (*store, rows, offsets, *ops.layout_arguments(layout()), weights, zeros, torch.float32)
     torch.library.opcheck(library.pool, args, test_utils=CHECKS)
     expected = group.kernels.pool(group.store, rows, offsets, layout(), weights, zeros, torch.float32)
     assert torch.equal(library.pool(*args), expected)
@@ -81,7 +81,14 @@ def test_update_op(group) -> None:
     before, _ = group.read(0, rows[:1])
     spec = OptimizerSpec.create("sgd", learning_rate=0.5)
     args = (*ops.store_arguments(group.store), ids, table_ranges, rows, offsets, *ops.layout_arguments(layout()), None)
-    args = (*args, torch.ones(2, 8), 1, group.initializers.keys, *ops.optimizer_arguments(spec))
+    args = (
+        *args,
+        torch.ones(2, 8),
+        torch.ones(4, dtype=torch.int64),
+        torch.tensor([0.5]),
+        group.initializers.keys,
+        *ops.optimizer_arguments(spec),
+    )
     torch.library.opcheck(library.update, args, test_utils=CHECKS)
     group.kernels.write_rows(group.store, 0, rows[:1], before, None)
     library.update(*args)

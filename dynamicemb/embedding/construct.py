@@ -169,8 +169,8 @@ def build_group(
     buckets = {bucket for _, bucket in layouts}
     if len(buckets) > 1:
         raise ValueError(
-            f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots and a module "
-            "has buckets of one size; give the tables equal capacities or to several modules"
+            f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots "
+            "and a module has buckets of one size; give the tables equal capacities or to several modules"
         )
     for name, option in zip(names, options, strict=True):
         for field, reason in _idle_options(option, device).items():

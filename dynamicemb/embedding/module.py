@@ -162,8 +162,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         # Tables made in inference mode could only be changed there.
         with torch.inference_mode(False):
             self._group = build_group(table_options, names, self.optimizer_spec, check_seed(seed), device)
+            self._group.learning_rate.fill_(learning_rate)
             self._empty_tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=True)
-            self._prepare_constants(device)
+            # CUSTOMIZED tables that were never given a score.
+        self._unscored = set(self._group.names) if self._group.options.strategy == SCORE_CUSTOMIZED else set()
+        self._prepare_constants(device)
 
     def _prepare_constants(self, device: torch.device) -> None:
         """Put what every lookup reads on the device once."""
@@ -246,7 +249,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         )
         self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
         layout = FeatureLayout(
-            self._feature_tables, self._column_offsets, self._table_features, batch.batch_size, int(self.pooling_mode)
+            self._feature_tables,
+            self._column_offsets,
+            self._table_features,
+            batch.batch_size,
+            int(self.pooling_mode),
+            self.total_D,
         )
         if not self.training:
             return self._evaluate(batch, layout)
@@ -271,10 +279,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self._check_scores(range(len(self.dims)))
 
     def _check_scores(self, tables: Iterable[int]) -> None:
-        if self._group.options.strategy != SCORE_CUSTOMIZED:
-            return
-        values = self._group.index.score_values.tolist()
-        without = [self._group.names[t] for t in tables if values[t] <= 0]
+        without = [self._group.names[t] for t in tables if self._group.names[t] in self._unscored]
         if without:
             raise DynamicEmbError(
                 f"score_strategy CUSTOMIZED: table {', '.join(without)} has no score; "
@@ -317,6 +322,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the following backward calls."""
         self.optimizer_spec = self.optimizer_spec.with_learning_rate(learning_rate)
+        self._group.learning_rate.fill_(learning_rate)
 
     def set_score(self, scores: dict[str, int]) -> None:
         """Set the score that the following training lookups leave, per table name (CUSTOMIZED).
@@ -344,6 +350,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                     stacklevel=2,
                 )
             self._group.set_score(table, value)
+            self._unscored.discard(name)
 
     def get_score(self) -> dict[str, int]:
         """Return, per table, a threshold: ids touched from now on have at least this score.
@@ -433,8 +440,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Reports
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed, erased
-        and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
+        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed,
+        erased and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
         """
         return self._group.stats()
 

@@ -9,11 +9,11 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, UPDATES, Index
+from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.lookup import Lookup
-from dynamicemb.table.results import InsertResult
+from dynamicemb.table.results import InsertEvents
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.steps import Step, StepTracker
@@ -47,8 +47,8 @@ class GroupOptions:
 class TableGroup:
     """Dynamic embedding tables that share one index.
 
-    Batches hold the ids of one table after those of another: ``table_ranges`` i64 ``[T+1]`` says which occurrences belong
-    to which table.
+    Batches hold the ids of one table after those of another: ``table_ranges`` i64 ``[T+1]`` says which occurrences
+    belong to which table.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class TableGroup:
         # A lookup is several kernels: held from the first to the last, so that no other thread sees an id whose row is
         # not written yet, or takes a row between a check and an update.
         self.lock = threading.RLock()
+        # On the device, so that a captured step sees it change.
+        self.learning_rate = torch.zeros(1, dtype=torch.float32, device=device)
         self._state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,12 +124,11 @@ class TableGroup:
         if shift:
             self.kernels.rebase(self.index, shift)
         step = self.steps.begin()
-        tag, oldest = self.steps.tag(step.number), max(1, self.steps.tag(self.steps.oldest()))
         strategy = self.options.strategy
         if strategy == SCORE_STEP and not training:
             # A strategy whose score value stays as it is.
             strategy = SCORE_CUSTOMIZED
-        self.kernels.advance(self.index, tag, oldest, strategy)
+        self.kernels.advance(self.index, self.steps.lag(), strategy)
         return step
 
     # Lookups
@@ -138,7 +139,7 @@ class TableGroup:
 
     def find_or_insert(
         self, ids: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, InsertResult]:
+    ) -> tuple[torch.Tensor, InsertEvents]:
         """Look ids up for training: touch what is there, insert and initialise what is not.
 
         Call it inside a step (``begin_step``).
@@ -149,18 +150,11 @@ class TableGroup:
             frequencies: i64 ``[N]``, how often each occurrence counts for LFU; None is once.
 
         Returns:
-            ``(rows i32[N], result)``; rows are -1 for ids that found their bucket full of protected ids.
+            ``(rows i32[N], events)``; rows are -1 for ids that found their bucket full of protected ids.
         """
-        rows = self.kernels.find(self.index, ids, table_ranges, True, frequencies)
-        result = self.kernels.insert(self.index, ids, table_ranges, rows, frequencies)
-        try:
-            self._initialize(ids, table_ranges, rows, result.new)
-        except BaseException:
-            # These rows still hold a victim's values, or nothing: nobody must find them.
-            self.kernels.erase(self.index, ids[result.new], torch.searchsorted(result.new, table_ranges))
-            self.epoch += 1
-            raise
-        return rows, result
+        return self.kernels.find_or_insert(
+            self.index, self.store, self.initializers, ids, table_ranges, frequencies, self._state_values
+        )
 
     def rows_still_owned(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return rows i32 ``[N]`` of an earlier lookup with -1 where the id has lost its row since; counts those."""
@@ -173,18 +167,13 @@ class TableGroup:
         """Apply one optimizer step to the rows of a lookup.
 
         Args:
-            spec: the optimizer.
+            spec: the optimizer; its learning rate is that of ``self.learning_rate``.
             lookup: occurrences whose rows still belong to their ids, or are -1.
             grad: gradient of the lookup's output.
         """
-        self.index.clock[UPDATES] += 1
-        iteration = int(self.index.clock[UPDATES])
-        self.kernels.update(self.store, spec, lookup, grad, iteration, self.initializers.keys)
-
-    def _initialize(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        if new.numel():
-            tables = torch.searchsorted(table_ranges, new, right=True).sub_(1).to(torch.int32)
-            self.kernels.initialize(self.store, self.initializers, rows[new], ids[new], tables, self._state_values)
+        self.kernels.begin_update(self.index)
+        clock = self.index.clock
+        self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, self.initializers.keys)
 
     # Contents
 
@@ -300,4 +289,3 @@ def _last_occurrences(rows: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(rows.numel(), device=rows.device)
     last = torch.zeros(values.numel(), dtype=torch.int64, device=rows.device)
     return last.scatter_reduce_(0, inverse, positions, reduce="amax", include_self=False)
-

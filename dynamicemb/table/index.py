@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynamicemb.table.memory import allocate
+
 # Entries of ``Index.clock``, a small tensor on the table's device so that a step can advance it without the host.
 STEP = 0  # step number, the tag of everything this step touches
 OLDEST = 1  # oldest step whose ids are protected
@@ -25,7 +27,8 @@ DROPPED = 6  # gradients of ids that were gone by the time of backward
 NUM_COUNTERS = 7
 COUNTER_NAMES = ("hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients")
 
-INDEX_BYTES_PER_SLOT = 25
+# keys, digests, scores, rows, tags.
+INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
 
 
 def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
@@ -85,10 +88,10 @@ class Index:
         """
         slots = sum(num_buckets) * bucket_capacity
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        rows = torch.empty(slots, dtype=torch.int32, device=device)
+        rows = allocate(slots, torch.int32, device)
         begin = 0
         for buckets, first_row in zip(num_buckets, first_rows, strict=True):
             size = buckets * bucket_capacity
@@ -97,11 +100,11 @@ class Index:
             torch.arange(first_row, first_row + size, dtype=torch.int32, device=device, out=part)
             begin += size
         return cls(
-            keys=zeros(slots),
-            digests=zeros(slots, dtype=torch.uint8),
-            scores=zeros(slots),
+            keys=allocate(slots, torch.int64, device, zero=True),
+            digests=allocate(slots, torch.uint8, device, zero=True),
+            scores=allocate(slots, torch.int64, device, zero=True),
             rows=rows,
-            tags=zeros(slots, dtype=torch.int32),
+            tags=allocate(slots, torch.int32, device, zero=True),
             bucket_offsets=torch.tensor([0, *num_buckets], dtype=torch.int64, device=device).cumsum(0),
             clock=zeros(CLOCK_SIZE),
             score_values=zeros(len(num_buckets)),
@@ -109,6 +112,12 @@ class Index:
             bucket_capacity=bucket_capacity,
             accumulate=accumulate,
         )
+
+    @classmethod
+    def from_tensors(cls, tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> "Index":
+        """Return the index whose ``tensors()`` these are."""
+        names = [f.name for f in fields(cls) if f.name not in ("bucket_capacity", "accumulate")]
+        return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, accumulate=accumulate)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
@@ -128,8 +137,8 @@ class Index:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in field order, as the ops take them."""
-        return [getattr(self, f.name) for f in fields(self) if f.type in (torch.Tensor, "torch.Tensor")]
+        return [getattr(self, f.name) for f in fields(self) if f.name not in ("bucket_capacity", "accumulate")]
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())

@@ -15,7 +15,9 @@ def check_invariants(index: Index, store: RowStore, capacities: list[int]) -> No
         assert end - begin == capacity, f"table {t} has {end - begin} slots for {capacity} rows"
         rows = np.sort(index.rows.cpu().numpy()[begin:end])
         first = store.first_rows[t]
-        assert np.array_equal(rows, np.arange(first, first + capacity)), f"invariant 1: rows of table {t} not a permutation"
+        assert np.array_equal(rows, np.arange(first, first + capacity)), (
+            f"invariant 1: rows of table {t} not a permutation"
+        )
         digests = index.digests.cpu().numpy()[begin:end]
         live = np.flatnonzero(digests >= FIRST_DIGEST)
         keys = index.keys.cpu().numpy()[begin:end][live]
@@ -27,7 +29,9 @@ def _check_places(digests: np.ndarray, live: np.ndarray, keys: np.ndarray, bucke
     """Check that ids are in their buckets, with their digests, and reachable by a probe."""
     num_groups = bucket_capacity // GROUP_SIZE
     bucket, group, digest = locate(keys, digests.size // bucket_capacity, num_groups)
-    assert np.array_equal(live // bucket_capacity, bucket), f"invariant 2: an id of table {table} is in a foreign bucket"
+    assert np.array_equal(live // bucket_capacity, bucket), (
+        f"invariant 2: an id of table {table} is in a foreign bucket"
+    )
     assert np.array_equal(digests[live], digest), f"invariant 3: a digest of table {table} is wrong"
     has_empty = (digests.reshape(-1, num_groups, GROUP_SIZE) == DIGEST_EMPTY).any(2)
     own = live % bucket_capacity // GROUP_SIZE

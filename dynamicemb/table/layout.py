@@ -8,7 +8,8 @@ The rule, for an id whose table has ``num_buckets`` buckets of ``num_groups`` gr
     digest = 2 + ((h2 >> 56) * 254 >> 8)                 # 0 is an empty slot, 1 an erased one
     group  = ((h2 >> 24 & 0xFFFFFFFF) * num_groups) >> 32
 
-This file states the rule for the host (NumPy); each backend has its own copy of the arithmetic and the tests compare them.
+This file states the rule for the host (NumPy); each backend has its own copy of the arithmetic and the tests compare
+them.
 """
 
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class FeatureLayout:
         table_features: i64 ``[T+1]``, the first feature of a table.
         batch_size: B, bags per feature.
         pooling: POOLING_SUM, POOLING_MEAN or POOLING_NONE.
+        width: total_D, columns of the pooled output.
     """
 
     feature_tables: torch.Tensor
@@ -85,6 +87,7 @@ class FeatureLayout:
     table_features: torch.Tensor
     batch_size: int
     pooling: int
+    width: int
 
     def table_ranges(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return i64 ``[T+1]``: table ``t`` owns the occurrences ``ranges[t]..ranges[t+1]``."""

@@ -1,8 +1,8 @@
 """The kernels as ``torch.library`` ops, for ``torch.compile``, ``torch.export`` and the profiler.
 
 Ops take tensors and numbers only, so a group's index and rows are flattened: ``index`` is ``Index.tensors()``; the rows
-are their chunks and what the row formats are. Eager code calls the launchers directly: flattening and dispatch cost more
-than a small step can bear (``docs/architecture.md`` has the numbers).
+are their chunks and what the row formats are. Eager code calls the launchers directly: flattening and dispatch cost
+more than a small step can bear (``docs/architecture.md`` has the numbers).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,9 @@ from dynamicemb.table.rows import RowFormat, RowStore
 _INDEX = "Tensor{0}[] index, int bucket_capacity, bool accumulate"
 _STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift"
 _BATCH = "Tensor ids, Tensor table_ranges"
-_LAYOUT = "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling"
+_LAYOUT = (
+    "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling, SymInt width"
+)
 
 _SCHEMAS = {
     "find": f"({_INDEX.format('')}, {_BATCH}) -> Tensor",
@@ -34,22 +36,22 @@ _SCHEMAS = {
     " Tensor tables, Tensor state_values) -> ()",
     "gather": f"({_STORE.format('')}, Tensor rows, Tensor table_ranges, Tensor missing_values,"
     " ScalarType output_dtype) -> Tensor",
-    "pool": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT}, SymInt width,"
+    "pool": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT},"
     " Tensor? per_sample_weights, Tensor missing_values, ScalarType output_dtype) -> Tensor",
     "update": f"({_STORE.format('(a!)')}, {_BATCH}, Tensor rows, Tensor offsets, {_LAYOUT},"
-    " Tensor? per_sample_weights, Tensor grad, int iteration, Tensor table_keys, int kind, float[] settings,"
-    " bool gradient_clipping, bool stochastic_rounding) -> ()",
+    " Tensor? per_sample_weights, Tensor grad, Tensor clock, Tensor learning_rate, Tensor table_keys,"
+    " int kind, float[] settings, bool gradient_clipping, bool stochastic_rounding) -> ()",
     "pool_weights_grad": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT}, Tensor grad) -> Tensor",
 }
 
 # What an optimizer's numbers are called, in the order of ``update``'s ``settings``.
-_SETTINGS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay", "max_gradient")
+_SETTINGS = ("eps", "beta1", "beta2", "weight_decay", "max_gradient")
 
 _library = torch.library.Library("dynamicemb", "DEF")
 
 
 def _index(tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> Index:
-    return Index(*tensors, bucket_capacity=bucket_capacity, accumulate=accumulate)
+    return Index.from_tensors(tensors, bucket_capacity, accumulate)
 
 
 def _store(
@@ -70,7 +72,7 @@ def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], lis
     return store.chunks, dims, states, store.dtype, store.chunk_shift
 
 
-def layout_arguments(layout: FeatureLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+def layout_arguments(layout: FeatureLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
     """Return the layout arguments of the pooling ops."""
     return (
         layout.feature_tables,
@@ -78,6 +80,7 @@ def layout_arguments(layout: FeatureLayout) -> tuple[torch.Tensor, torch.Tensor,
         layout.table_features,
         layout.batch_size,
         layout.pooling,
+        layout.width,
     )
 
 
@@ -126,20 +129,20 @@ def _gather(*args: Any) -> torch.Tensor:
 
 
 def _pool(*args: Any) -> torch.Tensor:
-    store, (rows, offsets, *layout) = _store(*args[:5]), args[5:12]
-    _, weights, missing_values, output_dtype = args[12:]
+    store, (rows, offsets, *layout) = _store(*args[:5]), args[5:13]
+    weights, missing_values, output_dtype = args[13:]
     kernels = kernels_for(store.device)
     return kernels.pool(store, rows, offsets, FeatureLayout(*layout), weights, missing_values, output_dtype)
 
 
 def _pool_weights_grad(*args: Any) -> torch.Tensor:
-    store, (rows, offsets, *layout), grad = _store(*args[:5]), args[5:12], args[12]
+    store, (rows, offsets, *layout), grad = _store(*args[:5]), args[5:13], args[13]
     return kernels_for(store.device).pool_weights_grad(store, rows, offsets, FeatureLayout(*layout), grad)
 
 
 def _update(*args: Any) -> None:
-    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:5]), args[5:14]
-    weights, grad, iteration, table_keys, kind, settings, clipping, stochastic = args[14:]
+    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:5]), args[5:15]
+    weights, grad, clock, learning_rate, table_keys, kind, settings, clipping, stochastic = args[15:]
     spec = OptimizerSpec(
         OptimizerKind(kind),
         gradient_clipping=clipping,
@@ -147,7 +150,7 @@ def _update(*args: Any) -> None:
         **dict(zip(_SETTINGS, settings, strict=True)),
     )
     lookup = Lookup(ids, rows, table_ranges, offsets, FeatureLayout(*layout), weights)
-    kernels_for(store.device).update(store, spec, lookup, grad, iteration, table_keys)
+    kernels_for(store.device).update(store, spec, lookup, grad, clock, learning_rate, table_keys)
 
 
 # Fakes: shapes and dtypes without data.

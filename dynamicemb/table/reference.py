@@ -1,7 +1,7 @@
 """The oracle: tables as plain dicts, one step at a time, with the rules of the contract and nothing else.
 
-Slow and obvious on purpose. It knows buckets (an id competes only with ids of its bucket) but no slots, digests or hashes
-beyond which bucket an id belongs to and how ties are broken.
+Slow and obvious on purpose. It knows buckets (an id competes only with ids of its bucket) but no slots, digests or
+hashes beyond which bucket an id belongs to and how ties are broken.
 """
 
 import functools

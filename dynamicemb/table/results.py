@@ -1,6 +1,6 @@
 """What the kernels return beside rows."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,3 +19,10 @@ class InsertResult(NamedTuple):
     evicted: torch.Tensor
     evicted_ids: torch.Tensor
     evicted_scores: torch.Tensor
+
+
+class InsertEvents(Protocol):
+    """An insert that ran on the device; its outcome is fetched only when somebody asks."""
+
+    def result(self) -> InsertResult:
+        """Return the outcome; waits for the device."""

@@ -1,7 +1,7 @@
 """Value rows of a group's tables: one allocation per chunk, found by address.
 
-A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16 bytes.
-Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
+A row holds ``D`` weights in the table's dtype, padding to 4 bytes, the optimizer state in fp32, and padding to 16
+bytes. Row ids are unique in the group. Kernels translate an id to an address with a small table of chunk bases::
 
     address(row, t) = chunk_bases[row >> chunk_shift] + (row & (1 << chunk_shift) - 1) * row_bytes[t]
 
@@ -16,9 +16,9 @@ import torch
 
 from dynamicemb.dynamicemb_config import row_bytes as bytes_of_row
 from dynamicemb.table.index import unshared
+from dynamicemb.table.memory import allocate
 
 MAX_ROWS = 2**31 - 1
-_BASE_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RowStore:
         """
         self._describe(formats, dtype, device, _chunk_shift(capacities))
         sizes = [rows * row_format.num_bytes(dtype) for rows, row_format in zip(capacities, formats, strict=True)]
-        self._take([_aligned(size, device) for size in sizes])
+        self._take([allocate(size, torch.uint8, device) for size in sizes])
 
     @classmethod
     def attach(
@@ -78,9 +78,7 @@ class RowStore:
         store._take(chunks)
         return store
 
-    def _describe(
-        self, formats: list[RowFormat], dtype: torch.dtype, device: torch.device, chunk_shift: int
-    ) -> None:
+    def _describe(self, formats: list[RowFormat], dtype: torch.dtype, device: torch.device, chunk_shift: int) -> None:
         self.dtype = dtype
         self.device = device
         self.formats = formats
@@ -116,7 +114,7 @@ class RowStore:
         # A copy lives elsewhere: take aligned memory and find every base again.
         self.__dict__.update(state)
         chunks = [torch.as_tensor(chunk) for chunk in self.chunks]
-        self._take([_aligned(chunk.numel(), self.device).copy_(chunk) for chunk in chunks])
+        self._take([allocate(chunk.numel(), torch.uint8, self.device).copy_(chunk) for chunk in chunks])
 
     @property
     def num_tables(self) -> int:
@@ -126,13 +124,6 @@ class RowStore:
     def num_bytes(self) -> int:
         """Return the bytes allocated for rows."""
         return sum(chunk.untyped_storage().nbytes() for chunk in self.chunks)
-
-
-def _aligned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return u8 ``[num_bytes]`` that starts at a multiple of 64."""
-    raw = torch.empty(num_bytes + _BASE_ALIGNMENT, dtype=torch.uint8, device=device)
-    begin = -raw.data_ptr() % _BASE_ALIGNMENT
-    return raw[begin : begin + num_bytes]
 
 
 def _chunk_shift(capacities: list[int]) -> int:

@@ -7,7 +7,7 @@ REBASE_AT = 2**30
 
 
 class Step:
-    """A forward whose backward may still come; finishing it, or losing the last reference to it, ends its protection."""
+    """A forward whose backward may still come; its protection ends when it is finished or nobody holds it."""
 
     __slots__ = ("_tracker", "number")
 
@@ -31,7 +31,7 @@ class Step:
 class StepTracker:
     """Hands out step numbers and knows the oldest outstanding one.
 
-    Numbers count all steps since the table was made; ``tag`` maps them to what the index stores.
+    Numbers count all steps since the table was made. The index stores smaller ones once they were rebased.
     """
 
     def __init__(self, protect_steps: int = 0):
@@ -71,14 +71,14 @@ class StepTracker:
         """Steps begun and not finished."""
         return len(self._outstanding)
 
-    def tag(self, number: int) -> int:
-        """Return what the index stores for a step number."""
-        return number - self._base
+    def lag(self) -> int:
+        """Return how many steps before the current one the oldest protected step is."""
+        return self.current - self.oldest()
 
     def rebase(self) -> int:
-        """Return by how much tags must be lowered now, 0 while they are small."""
-        if self.tag(self.current) < REBASE_AT:
+        """Return by how much tags must be lowered before the next step, 0 while they are small."""
+        if self.current - self._base < REBASE_AT:
             return 0
-        shift = self.tag(self.oldest()) - 1
+        shift = self.oldest() - 1 - self._base
         self._base += shift
         return shift

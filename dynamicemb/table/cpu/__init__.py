@@ -1,8 +1,9 @@
 """Kernels in numba, for tables on the CPU."""
 
-from dynamicemb.table.cpu.advance import advance, rebase
+from dynamicemb.table.cpu.advance import advance, begin_update, rebase
 from dynamicemb.table.cpu.erase import erase, rebuild
 from dynamicemb.table.cpu.find import find
+from dynamicemb.table.cpu.find_or_insert import find_or_insert
 from dynamicemb.table.cpu.gather import gather
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
@@ -13,8 +14,10 @@ from dynamicemb.table.cpu.update import update
 
 __all__ = [
     "advance",
+    "begin_update",
     "erase",
     "find",
+    "find_or_insert",
     "gather",
     "initialize",
     "insert",
@@ -24,6 +27,6 @@ __all__ = [
     "rebase",
     "rebuild",
     "scan",
-    #    "update",
+    "update",
     "write_rows",
 ]

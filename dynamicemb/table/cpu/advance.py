@@ -4,22 +4,21 @@ import time
 
 import torch
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, STEP, UPDATES, Index
 from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
 
 
-def advance(index: Index, step: int, oldest: int, strategy: int) -> None:
+def advance(index: Index, lag: int, strategy: int) -> None:
     """Begin a step.
 
     Args:
         index: the group's index; ``clock`` and, for strategies that move by themselves, ``score_values`` change.
-        step: tag of what the step touches.
-        oldest: tag from which slots are protected.
+        lag: how many steps before the new one the oldest protected step is.
         strategy: SCORE_*, see ``table/scores.py``.
     """
     clock = index.clock.numpy()
-    clock[STEP] = step
-    clock[OLDEST] = oldest
+    clock[STEP] += 1
+    clock[OLDEST] = max(1, clock[STEP] - lag)
     clock[NOW] = max(clock[NOW] + 1, time.time_ns())
     if strategy == SCORE_TIMESTAMP:
         index.score_values.fill_(int(clock[NOW]))
@@ -27,6 +26,12 @@ def advance(index: Index, step: int, oldest: int, strategy: int) -> None:
         index.score_values += 1
 
 
+def begin_update(index: Index) -> None:
+    """Count an optimizer application; ``clock[UPDATES]`` is then the number of this one, from 1."""
+    index.clock.numpy()[UPDATES] += 1
+
+
 def rebase(index: Index, shift: int) -> None:
-    """Lower all tags by ``shift``, at least to 0."""
+    """Lower all tags, at least to 0, and the step number by ``shift``."""
+    index.clock[STEP] -= shift
     torch.clamp(index.tags.sub_(shift), min=0, out=index.tags)

@@ -46,18 +46,18 @@ def find(
     parts = num_parts(num_ids, 1024)
     counts = np.zeros((parts, index.num_tables), np.int64)
     scratch = np.empty((parts, 3, _BLOCK), np.int64)
-    batch = (ids.data_ptr(), table_ranges.data_ptr(), rows.data_ptr(), 0 if frequencies is None else frequencies.data_ptr())
-    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch)
-    if touch:
-        hits = counts.sum(0)
-        counters = index.counters.numpy()
-        counters[:, HITS] += hits
-        counters[:, MISSES] += np.diff(table_ranges.numpy()) - hits
+    batch = (
+        ids.data_ptr(),
+        table_ranges.data_ptr(),
+        rows.data_ptr(),
+        0 if frequencies is None else frequencies.data_ptr(),
+    )
+    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch, index.counters.numpy())
     return rows
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _find_kernel(view, batch, num_ids, touch, counts, scratch):
+def _find_kernel(view, batch, num_ids, touch, counts, scratch, counters):
     parts = counts.shape[0]
     _, table_ranges, _, _ = batch
     for part in prange(parts):
@@ -71,6 +71,11 @@ def _find_kernel(view, batch, num_ids, touch, counts, scratch):
             for block in range(lo, hi, _BLOCK):
                 hits += _find_block(view, batch, t, block, min(hi - block, _BLOCK), touch, places)
             counts[part, t] = hits
+    if touch:
+        for t in range(view.num_tables):
+            hits = counts[:, t].sum()
+            counters[t, HITS] += hits
+            counters[t, MISSES] += read_i64(table_ranges, t + 1) - read_i64(table_ranges, t) - hits
 
 
 @njit

@@ -4,10 +4,12 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
+from dynamicemb.table.cpu.threads import launcher
+
 _DIGIT_BITS = 11
-_SERIAL = 4096
 
 
+@launcher("rows")
 def group_by_row(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort the occurrences that have a row by row, keeping their order within a row.
 
@@ -28,7 +30,7 @@ def group_by_row(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num = rows.numel()
     order = np.empty(num, np.int32)
     starts = np.empty(num + 1, np.int32)
-    num_parts = get_num_threads() if num > _SERIAL else 1
+    num_parts = get_num_threads()
     keys = np.empty((2, num), np.uint64)
     counts = np.empty((num_parts, 1 << _DIGIT_BITS), np.int32)
     kernel = _group_parallel if num_parts > 1 else _group_serial

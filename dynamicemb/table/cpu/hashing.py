@@ -25,7 +25,7 @@ def lowest_byte(mask):
 
 @njit(inline="always")
 def bytes_equal(word, byte):
-    """Mark the bytes of a word equal to ``byte``; bytes above a true match may be marked wrongly, the lowest never is."""
+    """Mark the bytes of a word equal to ``byte``; the lowest mark is right, those above it may be wrong."""
     x = word ^ (LOW_BITS * np.uint64(byte))
     return (x - LOW_BITS) & ~x & HIGH_BITS
 

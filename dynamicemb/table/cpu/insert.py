@@ -29,8 +29,8 @@ def insert(
     """Place every id whose row is -1, evicting the lowest score of a full bucket.
 
     An id takes the first free slot in its probe order (empty, or erased and not protected), else the slot with the
-    lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the id),
-    else it fails. Within a bucket, occurrences are placed in batch order.
+    lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the
+    id), else it fails. Within a bucket, occurrences are placed in batch order.
 
     Args:
         index: the group's index.
@@ -42,29 +42,32 @@ def insert(
     Returns:
         Which occurrences got a new row, and which ids were evicted for them.
 
-    Example: bucket of 16 slots, full, lowest score 3 held by id 7 in row 40. ``ids = [9, 9]``, ``rows = [-1, -1]``: rows
-    become ``[40, 40]``, occurrence 0 is new, and ``(id 7, score 3)`` is evicted.
+    Example: bucket of 16 slots, full, lowest score 3 held by id 7 in row 40. ``ids = [9, 9]``, ``rows = [-1, -1]``:
+    rows become ``[40, 40]``, occurrence 0 is new, and ``(id 7, score 3)`` is evicted.
 
-    Concurrency: buckets are dealt to parts, a part walks its occurrences alone; the result does not depend on their number.
+    Concurrency: buckets are dealt to parts, a part walks its occurrences alone; the result does not depend on their
+    number.
     """
     missing = np.flatnonzero(rows.numpy() < 0)
+    if not missing.size:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return InsertResult(nothing, nothing, nothing, nothing)
     outcome = np.zeros(missing.size, np.uint8)
     victims = np.zeros((2, missing.size), np.int64)
-    if missing.size:
-        parts = num_threads() if missing.size >= 512 else 1
-        counts = np.zeros((parts, index.num_tables, 4), np.int64)
-        batch = (
-            ids.data_ptr(),
-            table_ranges.data_ptr(),
-            rows.data_ptr(),
-            0 if frequencies is None else frequencies.data_ptr(),
-        )
-        _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
-        counted = counts.sum(0)
-        counters = index.counters.numpy()
-        counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
-        counters[:, EVICTED] += counted[:, _EVICTED]
-        counters[:, FAILED] += counted[:, _FAILED]
+    parts = num_threads() if missing.size >= 512 else 1
+    counts = np.zeros((parts, index.num_tables, 4), np.int64)
+    batch = (
+        ids.data_ptr(),
+        table_ranges.data_ptr(),
+        rows.data_ptr(),
+        0 if frequencies is None else frequencies.data_ptr(),
+    )
+    _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
+    counted = counts.sum(0)
+    counters = index.counters.numpy()
+    counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
+    counters[:, EVICTED] += counted[:, _EVICTED]
+    counters[:, FAILED] += counted[:, _FAILED]
     new = (outcome == _INSERTED) | (outcome == _EVICTED)
     evicted = outcome == _EVICTED
     return InsertResult(
@@ -141,7 +144,8 @@ def _place(view, batch, i, t, victim):
 def _free_slot(view, base, group):
     """Return the first slot in probe order that is empty, or erased and not protected; -1 if none.
 
-    The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty slot.
+    The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty
+    slot.
     """
     num_groups = view.bucket_capacity // 16
     for _ in range(num_groups):
@@ -159,7 +163,7 @@ def _free_slot(view, base, group):
 
 @njit
 def _lowest(view, base):
-    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a bucket without free slots, or -1."""
+    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a full bucket, or -1."""
     best = -1
     best_score = np.int64(0)
     best_hash = np.uint64(0)

@@ -6,16 +6,18 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
-from dynamicemb.table.cpu.memory import f32_at
+from dynamicemb.table.cpu.memory import F32, f32_at
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
+    add_four,
     add_scaled,
     dot,
     fill,
     item_size,
     load,
     prefetch_row,
+    prefetch_span,
     read_f32,
     read_i32,
     read_i64,
@@ -57,7 +59,7 @@ def bags_view(
         layout.column_offsets.data_ptr(),
         offsets.numel() - 1,
         layout.batch_size,
-        int(layout.column_offsets[-1]),
+        layout.width,
         0 if per_sample_weights is None else per_sample_weights.data_ptr(),
         int(layout.pooling == POOLING_MEAN),
     )
@@ -140,8 +142,10 @@ def _pool_part(store, bags, missing_values, outputs, part, num_parts):
         begin = read_i64(bags.offsets, k)
         end = read_i64(bags.offsets, k + 1)
         dim = np.int64(read_i32(store.dims, table))
-        _sum_bag(store, bags, sums, (table, begin, end), read_f32(missing_values, table))
         out = out_address + bag_position(bags, k, feature) * item_size(out_dtype)
+        # Else the stores to a line not in the cache hold up those to ``sums`` behind them.
+        prefetch_span(out, dim * item_size(out_dtype))
+        _sum_bag(store, bags, sums, (table, begin, end), read_f32(missing_values, table))
         store_scaled(out, sums, dim, out_dtype, bag_scale(bags, begin, end))
 
 
@@ -149,23 +153,47 @@ def _pool_part(store, bags, missing_values, outputs, part, num_parts):
 def _sum_bag(store, bags, sums, bag, missing_value):
     table, begin, end = bag
     dim = np.int64(read_i32(store.dims, table))
-    weight_bytes = dim * item_size(store.dtype)
     fill(sums, dim, np.float32(0.0))
-    for i in range(begin, end):
-        # Near the end of a table this may name a row of the next one; a wrong prefetch is harmless.
-        ahead = read_i32(bags.rows, min(i + _AHEAD, bags.num_occurrences - 1))
-        prefetch_row(store, ahead, table, weight_bytes)
-        weight = np.float32(1.0)
-        if bags.weights:
-            weight = read_f32(bags.weights, i)
-        row = read_i32(bags.rows, i)
-        if row >= 0:
-            add_scaled(sums, row_address(store, row, table), dim, store.dtype, weight)
+    i = begin
+    while i < end:
+        r0 = read_i32(bags.rows, i)
+        if store.dtype == F32 and i + 4 <= end:
+            r1, r2, r3 = read_i32(bags.rows, i + 1), read_i32(bags.rows, i + 2), read_i32(bags.rows, i + 3)
+            # Rows are >= 0 or -1, so the sign of "or" tells whether one is missing.
+            if (r0 | r1 | r2 | r3) >= 0:
+                for j in range(4):
+                    _prefetch_ahead(store, bags, i + j, table, 4 * dim)
+                addresses = (
+                    row_address(store, r0, table),
+                    row_address(store, r1, table),
+                    row_address(store, r2, table),
+                    row_address(store, r3, table),
+                )
+                scales = (_weight(bags, i), _weight(bags, i + 1), _weight(bags, i + 2), _weight(bags, i + 3))
+                add_four(sums, addresses, dim, scales)
+                i += 4
+                continue
+        _prefetch_ahead(store, bags, i, table, dim * item_size(store.dtype))
+        if r0 >= 0:
+            add_scaled(sums, row_address(store, r0, table), dim, store.dtype, _weight(bags, i))
         else:
-            missing = weight * missing_value
+            missing = _weight(bags, i) * missing_value
             values = f32_at(sums, dim)
             for d in range(dim):
                 values[d] += missing
+        i += 1
+
+
+@njit(error_model="numpy", inline="always")
+def _prefetch_ahead(store, bags, i, table, num_bytes):
+    """Ask for the row that occurrence ``i`` + _AHEAD reads; near the end of a table a wrong one, which is harmless."""
+    prefetch_row(store, read_i32(bags.rows, min(i + _AHEAD, bags.num_occurrences - 1)), table, num_bytes)
+
+
+@njit(error_model="numpy", inline="always")
+def _weight(bags, i):
+    """Return the pooling weight of occurrence ``i``."""
+    return read_f32(bags.weights, i) if bags.weights else np.float32(1.0)
 
 
 @launcher("rows")
@@ -219,8 +247,7 @@ def _pool_weights_grad_part(store, bags, gradient, out, part, num_parts):
         position = bag_position(bags, k, feature) * item_size(grad_dtype)
         load(bag_grad, grad_address + position, dim, grad_dtype)
         for i in range(begin, end):
-            ahead = read_i32(bags.rows, min(i + _AHEAD, bags.num_occurrences - 1))
-            prefetch_row(store, ahead, table, dim * item_size(store.dtype))
+            _prefetch_ahead(store, bags, i, table, dim * item_size(store.dtype))
             row = read_i32(bags.rows, i)
             out[i] = np.float32(0.0)
             if row >= 0:

@@ -38,13 +38,13 @@ class Rule(NamedTuple):
     decay: np.float32
 
 
-def rule_of(spec: OptimizerSpec, iteration: int) -> Rule:
+def rule_of(spec: OptimizerSpec, learning_rate: float, iteration: int) -> Rule:
     """Return the constants of step ``iteration``, counted from 1."""
-    step_size, root_correction, decay = spec.learning_rate, 1.0, 0.0
+    step_size, root_correction, decay = learning_rate, 1.0, 0.0
     if spec.kind == OptimizerKind.ADAM:
         step_size /= 1.0 - spec.beta1**iteration
         root_correction = (1.0 - spec.beta2**iteration) ** -0.5
-        decay = spec.learning_rate * spec.weight_decay
+        decay = learning_rate * spec.weight_decay
     values = (step_size, spec.eps, spec.beta1, 1 - spec.beta1, spec.beta2, 1 - spec.beta2, root_correction, decay)
     return Rule(int(spec.kind), *(np.float32(value) for value in values))
 
@@ -160,9 +160,8 @@ def round_f16(value, random):
 def store_stochastic(address, values_address, n, dtype, randomness):
     """Write ``n`` floats as bf16 or fp16 at an address, rounded stochastically.
 
-    Args:
-        randomness: ``(table key, id, step)``. Column ``c`` uses word ``c % 4`` of Philox with the table's key and counter
-            (id low, id high, c // 4, step).
+    ``randomness`` is ``(table key, id, step)``: column ``c`` uses word ``c % 4`` of Philox with the table's key and the
+    counter (id low, id high, c // 4, step).
     """
     key, row_id, step = randomness
     words = u16_at(address, n)

@@ -11,11 +11,12 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# numba's fall-back threading layer aborts the process when two threads launch at once; one launch at a time is safe in all.
+# numba's fall-back threading layer aborts the process when two threads launch at once; one launch at a time is safe
+# in all.
 _LAUNCH = threading.Lock()
 
 # Below this many items a second thread costs more than it brings.
-_PARALLEL_FROM = 4096
+_PARALLEL_FROM = 16384
 
 
 def num_threads() -> int:

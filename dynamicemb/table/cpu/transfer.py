@@ -41,7 +41,9 @@ def read_rows(store: RowStore, table: int, rows: torch.Tensor) -> tuple[torch.Te
 
 
 @launcher("rows")
-def write_rows(store: RowStore, table: int, rows: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None) -> None:
+def write_rows(
+    store: RowStore, table: int, rows: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None
+) -> None:
     """Overwrite rows of one table; weights are rounded to nearest.
 
     Args:
@@ -65,30 +67,40 @@ def _place_of(store: RowStore, table: int) -> tuple[np.ndarray, int, tuple[int, 
 @njit(parallel=True, cache=True, nogil=True)
 def _read_kernel(bases, shift, sizes, code, rows, weights, state):
     row_bytes, state_offset = sizes
-    dim = weights.shape[1]
     for m in prange(rows.size):
         row = np.int64(rows[m])
         address = bases[row >> shift] + (row & ((1 << shift) - 1)) * row_bytes
-        if code == F32:
-            weights[m, :] = f32_at(address, dim)
-        else:
-            words = u16_at(address, dim)
-            for d in range(dim):
-                weights[m, d] = f16_to_f32(words[d]) if code == F16 else bf16_to_f32(words[d])
-        state[m, :] = f32_at(address + state_offset, state.shape[1])
+        _read_row(address, address + state_offset, code, weights[m], state[m])
 
 
 @njit(parallel=True, cache=True, nogil=True)
 def _write_kernel(bases, shift, sizes, code, rows, weights, state):
     row_bytes, state_offset = sizes
-    dim = weights.shape[1]
     for m in prange(rows.size):
         row = np.int64(rows[m])
         address = bases[row >> shift] + (row & ((1 << shift) - 1)) * row_bytes
-        if code == F32:
-            f32_at(address, dim)[:] = weights[m, :]
-        else:
-            words = u16_at(address, dim)
-            for d in range(dim):
-                words[d] = f32_to_f16(weights[m, d]) if code == F16 else f32_to_bf16(weights[m, d])
-        f32_at(address + state_offset, state.shape[1])[:] = state[m, :]
+        _write_row(address, address + state_offset, code, weights[m], state[m])
+
+
+# Apart from the parallel loops, whose clean-up drops stores into views of raw memory:
+# test_insert_writes_what_it_is_given.
+@njit(nogil=True)
+def _read_row(address, state_address, code, weights, state):
+    if code == F32:
+        weights[:] = f32_at(address, weights.size)
+    else:
+        words = u16_at(address, weights.size)
+        for d in range(weights.size):
+            weights[d] = f16_to_f32(words[d]) if code == F16 else bf16_to_f32(words[d])
+    state[:] = f32_at(state_address, state.size)
+
+
+@njit(nogil=True)
+def _write_row(address, state_address, code, weights, state):
+    if code == F32:
+        f32_at(address, weights.size)[:] = weights
+    else:
+        words = u16_at(address, weights.size)
+        for d in range(weights.size):
+            words[d] = f32_to_f16(weights[d]) if code == F16 else f32_to_bf16(weights[d])
+    f32_at(state_address, state.size)[:] = state

@@ -29,6 +29,7 @@ from dynamicemb.table.cpu.vectors import (
     store_scaled,
     store_view,
 )
+from dynamicemb.table.index import UPDATES
 from dynamicemb.table.layout import POOLING_NONE
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
@@ -39,7 +40,8 @@ _AHEAD = 8
 class GradientView(NamedTuple):
     """Where each occurrence's gradient is. ``clip`` is 0 for no clamp; ``keys`` 0 for rounding to nearest.
 
-    ``positions`` (0 without pooling) i64 ``[N]``: bytes from ``grad`` to the gradient of an occurrence; ``scales`` f32 ``[N]``: its factor.
+    ``positions`` i64 ``[N]`` are the bytes from ``grad`` to the gradient of an occurrence, ``scales`` f32 ``[N]`` its
+    factor; both are 0 without pooling, where the gradients lie one after the other.
     """
 
     grad: int
@@ -58,13 +60,13 @@ class GradientView(NamedTuple):
     clip: np.float32
 
 
-@launcher("grad")
 def update(
     store: RowStore,
     spec: OptimizerSpec,
     lookup: Lookup,
     grad: torch.Tensor,
-    iteration: int,
+    clock: torch.Tensor,
+    learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
     groups: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
@@ -79,16 +81,32 @@ def update(
         spec: the optimizer.
         lookup: occurrences of the forward.
         grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
-        iteration: number of this step, from 1: Adam's t and the step of stochastic rounding.
+        clock: i64 ``[CLOCK_SIZE]``; UPDATES is the number of this step, from 1: Adam's t and the step of stochastic
+            rounding.
+        learning_rate: f32 ``[1]``, used in place of the spec's.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
         groups: ``group_by_row(lookup.rows)`` if known.
 
     Host sync: none (CPU). Bytes moved: 2 U * row size + N * D * gradient size + 40 N.
     """
-    rows = lookup.rows.contiguous()
-    order, starts = group_by_row(rows) if groups is None else groups
-    if not order.numel():
-        return
+    groups = group_by_row(lookup.rows) if groups is None else groups
+    if groups[0].numel():
+        _launch(lookup.rows, store, (spec, clock, learning_rate, table_keys), lookup, grad, groups)
+
+
+@launcher("rows")
+def _launch(
+    rows: torch.Tensor,
+    store: RowStore,
+    step: tuple[OptimizerSpec, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    lookup: Lookup,
+    grad: torch.Tensor,
+    groups: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    spec, clock, learning_rate, table_keys = step
+    order, starts = groups
+    rows = rows.contiguous()
+    iteration = int(clock[UPDATES])
     stochastic = spec.stochastic_rounding and store.dtype != torch.float32
     if stochastic and table_keys is None:
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
@@ -118,7 +136,8 @@ def update(
         scratch_dim=scratch_dim,
         clip=np.float32(spec.max_gradient if spec.gradient_clipping else 0.0),
     )
-    _update(store_view(store), rule_of(spec, iteration), gradient, bags_view(rows, offsets, lookup.layout, weights), num_parts)
+    bags = bags_view(rows, offsets, lookup.layout, weights)
+    _update(store_view(store), rule_of(spec, float(learning_rate), iteration), gradient, bags, num_parts)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
@@ -204,7 +223,7 @@ def _table_of(table_ranges, i, guess):
 
 @njit(error_model="numpy")
 def _sum_gradients(gradient, begin, end, dim, sums):
-    """Return the address of the fp32 gradient of the row of ``order[begin:end]``: ``sums``, or the only one in place."""
+    """Return the address of the fp32 gradient of the row of ``order[begin:end]``: ``sums``, or the only one."""
     only = np.int64(read_i32(gradient.order, begin))
     plain = gradient.clip == 0 and gradient.dtype == F32
     if plain and end - begin == 1 and (gradient.positions == 0 or read_f32(gradient.scales, only) == 1):

@@ -1,8 +1,8 @@
 """Rows as fp32 vectors: where a row is, and load, add, dot and store for weights of any dtype.
 
-Everything is an address: numba counts references to arrays atomically at each call that is not inlined, which costs more
-than the row when threads share the arrays. One compiled signature also serves every dtype. Callers keep the tensors alive.
-Sums run in a fixed order and multiply-adds are not contracted, so results do not depend on the thread count.
+Everything is an address: numba counts references to arrays atomically at each call that is not inlined, which costs
+more than the row when threads share the arrays. One compiled signature also serves every dtype. Callers keep the
+tensors alive. Sums run in a fixed order and multiply-adds are not contracted: threads change no result.
 """
 
 from typing import NamedTuple
@@ -141,6 +141,19 @@ def add_scaled(out_address, address, n, dtype, scale):
         words = u16_at(address, n)
         for d in range(n):
             out[d] += scale * f16_to_f32(words[d])
+
+
+@njit(error_model="numpy")
+def add_four(out_address, addresses, n, scales):
+    """Add four scaled fp32 rows to ``n`` floats, in order: the same sum as ``add_scaled`` four times, one pass."""
+    out = f32_at(out_address, n)
+    a = f32_at(addresses[0], n)
+    b = f32_at(addresses[1], n)
+    c = f32_at(addresses[2], n)
+    e = f32_at(addresses[3], n)
+    s0, s1, s2, s3 = scales
+    for d in range(n):
+        out[d] = (((out[d] + s0 * a[d]) + s1 * b[d]) + s2 * c[d]) + s3 * e[d]
 
 
 @njit(error_model="numpy")

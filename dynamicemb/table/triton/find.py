@@ -70,8 +70,8 @@ def find(
 def _probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: tl.constexpr):
     """Return the slot of each id in its bucket, or -1; lanes that are not pending get -1.
 
-    Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the walk
-    wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
+    Example: bucket of 32 slots at base 64, start group 1, the id in slot 70: group 1 (slots 80..95) is full, so the
+    walk wraps to group 0 (slots 64..79) and returns 70. Had group 1 an empty slot, it would have returned -1.
     """
     slot = tl.full(ids.shape, -1, tl.int64)
     lane = tl.arange(0, 16)

@@ -1,0 +1,65 @@
+"""Where a result comes from: hardware, versions, commit, date, load."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = {"torch": "torch", "numba": "numba", "triton": "triton", "fbgemm": "fbgemm_gpu"}
+
+
+def describe() -> dict[str, Any]:
+    """Return the fields that every line of results carries."""
+    versions = {field: _version(package) for field, package in _PACKAGES.items()}
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def load() -> float:
+    """Return how many processes wanted a core in the last minute, this one included."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _version(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        root = Path(__file__).resolve().parent
+        return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":/dynamicemb")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
+    vector = next((flag for flag in ("avx512f", "avx2") if flag in flags), "")
+    return " ".join(part for part in (names[0] if names else platform.machine(), vector) if part)

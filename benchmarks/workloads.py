@@ -1,0 +1,105 @@
+"""Batches of ids, the same for everyone who is compared, and the bytes a step has to move."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from benchmarks.cases import Case
+
+# Ids from here on are new to every table.
+_FIRST_NEW_ID = 1 << 40
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input.
+
+    Attributes:
+        ids: i64 ``[N]``, table-major, the form of both APIs.
+        known_ids: i64 ``[N]``, ``ids`` with ids below ``rows`` in the place of new ones, for static tables.
+        offsets: i64 ``[T*B+1]``.
+        grad: f32 ``[B, T*D]``, or ``[N, D]`` without pooling.
+        num_tables: T.
+    """
+
+    ids: torch.Tensor
+    known_ids: torch.Tensor
+    offsets: torch.Tensor
+    grad: torch.Tensor
+    num_tables: int
+
+    @property
+    def num_unique(self) -> int:
+        """Distinct (table, id) pairs, U; counted anew at each call."""
+        return sum(part.unique().numel() for part in self.ids.view(self.num_tables, -1))
+
+
+def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[Batch]:
+    """Yield random batches without end.
+
+    Args:
+        case: their shape.
+        residents: per table, the ids that every engine holds. With new ids in the batch only the first half is drawn:
+            those are touched often enough to stay, while the rest and the new ids make room for each other.
+        seed: of the generator.
+    """
+    random = torch.Generator().manual_seed(seed)
+    per_table = case.batch_size * case.bag_length
+    offsets = torch.arange(case.tables * case.batch_size + 1) * case.bag_length
+    width = (case.tables * per_table, case.dim)
+    shape = width if case.pooling == "NONE" else (case.batch_size, case.tables * case.dim)
+    grad = torch.randn(shape, generator=random)
+    next_new = _FIRST_NEW_ID
+    while True:
+        known = [ids[_draw(case, ids.numel(), per_table, random)] for ids in residents]
+        known_ids = torch.cat(known)
+        ids = known_ids
+        if case.new_share:
+            new = torch.rand(ids.numel(), generator=random) < case.new_share
+            count = int(new.sum())
+            ids = ids.clone()
+            ids[new] = torch.arange(next_new, next_new + count)
+            next_new += count
+        yield Batch(ids, known_ids, offsets, grad, case.tables)
+
+
+def _draw(case: "Case", population: int, count: int, random: torch.Generator) -> torch.Tensor:
+    """Return ``count`` ranks below ``population``, uniform or by a power law (inverse of its continuous CDF)."""
+    if case.new_share:
+        population //= 2
+    u = torch.rand(count, generator=random, dtype=torch.float64)
+    if case.alpha:
+        power = 1 - case.alpha
+        u = (((population + 1) ** power - 1) * u + 1) ** (1 / power) - 1
+    else:
+        u = u * population
+    return u.long().clamp_(max=population - 1)
+
+
+def bytes_moved(case: "Case", batch: Batch, state_bytes: int) -> int:
+    """Return the bytes that a step cannot avoid to move between memory and cores, whoever runs it.
+
+    Ids and offsets are read; every distinct row is read and every output value written. Training reads every gradient
+    value, and reads and writes every distinct row with its optimizer state. The index of dynamic tables and all
+    intermediates are not counted: they are overhead, and a smaller overhead shows as more GB/s.
+
+    Args:
+        case: the case.
+        batch: one of its batches.
+        state_bytes: optimizer state of a row.
+    """
+    row_bytes = case.dim * 4
+    output_bytes = batch.grad.numel() * 4
+    total = 8 * (batch.ids.numel() + batch.offsets.numel()) + batch.num_unique * row_bytes + output_bytes
+    if case.train:
+        total += output_bytes + 2 * batch.num_unique * (row_bytes + state_bytes)
+    return total
+
+
+def state_bytes(case: "Case") -> int:
+    """Return the bytes of optimizer state that a row of the case has."""
+    floats = {"exact_sgd": 0, "adam": 2 * case.dim, "exact_adagrad": case.dim, "exact_row_wise_adagrad": 1}
+    return 4 * floats[case.optimizer]

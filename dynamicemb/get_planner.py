@@ -1,0 +1,5 @@
+"""Documented import path of `get_planner`."""
+
+from dynamicemb.sharding.get_planner import get_planner
+
+__all__ = ["get_planner"]

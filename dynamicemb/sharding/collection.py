@@ -1,0 +1,159 @@
+"""EmbeddingCollection with dynamic tables: sequence lookups."""
+
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.sharding.dedup import deduplicate
+from dynamicemb.sharding.empty_batch import pad_empty_batch, without_padding
+from dynamicemb.sharding.kernels import needs_counts
+from dynamicemb.sharding.shardings import (
+    DYNAMIC_ROW_WISE,
+    DynamicRwSequenceSharding,
+    check_env,
+    share_seed,
+    split_off_dynamic,
+)
+from dynamicemb.sharding.torchrec_compat import as_kjt
+from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
+
+
+class DynamicCollectionContext(EmbeddingCollectionContext):
+    """TorchRec's context of one batch.
+
+    Attributes:
+        is_padded: the batch had no samples and got one without ids.
+    """
+
+    is_padded: bool = False
+
+
+class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingCollection):
+    """TorchRec's sharded EmbeddingCollection, some of whose tables are dynamic.
+
+    With ``use_index_dedup`` a rank sends every distinct id of a table once; occurrences are counted before, so that LFU
+    scores are the same as without.
+    """
+
+    CONFIGS = "_embedding_configs"
+    PREFIX = "embeddings"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_built = True
+        options = [self.module_sharding_plan[name].dynamicemb_options for name in self.dynamic_table_names()]
+        for sharding in self._sharding_type_to_sharding.values():
+            if isinstance(sharding, DynamicRwSequenceSharding):
+                sharding.carries_counts = self._use_index_dedup and needs_counts(options)
+        if self._use_index_dedup and self._enable_feature_score_weight_accumulation:
+            raise ValueError(
+                "use_index_dedup=True cannot be combined with TorchRec's feature-score eviction of virtual tables in a "
+                "collection with dynamic tables; use use_index_dedup=False"
+            )
+
+    @classmethod
+    def create_grouped_sharding_infos(cls, *args: Any, **kwargs: Any) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Group tables by sharding type, dynamic ones apart."""
+        return split_off_dynamic(super().create_grouped_sharding_infos(*args, **kwargs))
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the sharding of a group of tables."""
+        if sharding_type != DYNAMIC_ROW_WISE:
+            return super().create_embedding_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
+        check_env(env)
+        share_seed(sharding_infos, env, device)
+        return DynamicRwSequenceSharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+
+    def create_context(self) -> DynamicCollectionContext:
+        """Make the context of one batch."""
+        return DynamicCollectionContext(sharding_contexts=[])
+
+    def input_dist(self, ctx: DynamicCollectionContext, features: Any) -> Any:
+        """Start the exchange of ids; see TorchRec's method."""
+        features = as_kjt(features)
+        padded = pad_empty_batch(features)
+        ctx.is_padded = padded is not features
+        return super().input_dist(ctx, padded)
+
+    def output_dist(self, ctx: DynamicCollectionContext, output: list[torch.Tensor]) -> Any:
+        """Start the exchange of results; see TorchRec's method."""
+        return _unpadded(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(self, ctx: DynamicCollectionContext, input: Any) -> Any:
+        """Look up and start the exchange of results; see TorchRec's method."""
+        return _unpadded(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _create_hash_size_info(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: our deduplication needs no table sizes."""
+
+    def _dedup_indices(
+        self, ctx: EmbeddingCollectionContext, input_feature_splits: list[KeyedJaggedTensor]
+    ) -> list[KeyedJaggedTensor]:
+        deduplicated = []
+        for sharding, features in zip(self._sharding_type_to_sharding.values(), input_feature_splits, strict=True):
+            features_per_table = [table.num_features() for table in sharding.embedding_tables()]
+            with_counts = getattr(sharding, "carries_counts", False)
+            unique, reverse = deduplicate(features, features_per_table, with_counts)
+            ctx.input_features.append(features)
+            ctx.reverse_indices.append(reverse)
+            deduplicated.append(unique)
+        return deduplicated
+
+
+def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
+    if ctx.is_padded:
+        awaitable.callbacks.append(without_padding)
+    return awaitable
+
+
+class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+    """Shards an EmbeddingCollection whose plan has dynamic tables.
+
+    Args:
+        fused_params: arguments of the tables, such as ``optimizer`` and ``learning_rate``; ``seed`` sets the seed of
+            first values, which is otherwise ``torch.initial_seed()`` of rank 0.
+        qcomm_codecs_registry: as in TorchRec.
+        use_index_dedup: send every distinct id once.
+    """
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicEmbeddingCollection:
+        """Make the sharded module; a collective on all ranks of `env`."""
+        return ShardedDynamicEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedDynamicEmbeddingCollection]:
+        """The class of sharded modules."""
+        return ShardedDynamicEmbeddingCollection

@@ -1,0 +1,72 @@
+"""What a user says about a table, and what the plan says about it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ParameterSharding
+
+from dynamicemb.dynamicemb_config import DynamicEmbKernel, DynamicEmbTableOptions
+from dynamicemb.sharding.torchrec_compat import CUSTOMIZED_KERNEL
+
+# Keys of fused_params that are ours: they never reach FBGEMM.
+OPTIONS_PARAM = "dynamicemb_options"
+DIST_TYPE_PARAM = "dist_type"
+KERNEL_PARAM = "customized_compute_kernel"
+GROUP_PARAM = "dynamicemb_group"
+SEED_PARAM = "seed"
+
+
+@dataclass
+class DynamicEmbParameterConstraints(ParameterConstraints):
+    """Constraints of one table for the planner.
+
+    Attributes:
+        use_dynamicemb: True makes the table dynamic; False leaves it to TorchRec.
+        dynamicemb_options: options of a dynamic table. The planner works on a copy.
+    """
+
+    use_dynamicemb: bool = False
+    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.use_dynamicemb, self.dynamicemb_options))
+
+
+@dataclass
+class DynamicEmbParameterSharding(ParameterSharding):
+    """The plan of one dynamic table.
+
+    Attributes:
+        compute_kernel: ``customized_kernel``, which makes TorchRec ask for the additional parameters below.
+        customized_compute_kernel: ``DynamicEmb``.
+        dist_type: which rank owns an id, see `dynamicemb.table.ownership`.
+        dynamicemb_options: options of this table on one rank.
+        group: tables of different groups are not fused; the planner splits tables of more than 2^31 - 1 slots.
+    """
+
+    compute_kernel: str = CUSTOMIZED_KERNEL
+    customized_compute_kernel: str = DynamicEmbKernel
+    dist_type: str = "roundrobin"
+    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+    group: int = 0
+
+    def get_additional_fused_params(self) -> dict[str, Any]:
+        """Return what TorchRec adds to the table's fused_params."""
+        return {
+            KERNEL_PARAM: self.customized_compute_kernel,
+            DIST_TYPE_PARAM: self.dist_type,
+            OPTIONS_PARAM: self.dynamicemb_options,
+            GROUP_PARAM: self.group,
+        }
+
+    @staticmethod
+    def pop_additional_fused_params(fused_params: dict[str, Any]) -> None:
+        """Remove in place what `get_additional_fused_params` adds."""
+        for name in (KERNEL_PARAM, DIST_TYPE_PARAM, OPTIONS_PARAM, GROUP_PARAM):
+            fused_params.pop(name, None)
+
+
+def is_dynamic(parameter_sharding: ParameterSharding) -> bool:
+    """Say whether a plan entry is a dynamic table."""
+    return isinstance(parameter_sharding, DynamicEmbParameterSharding)

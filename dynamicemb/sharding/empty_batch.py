@@ -1,0 +1,30 @@
+"""A rank without samples: TorchRec's sequence collections reshape by the batch size, which must not be 0."""
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+
+def pad_empty_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a batch of one sample without ids for a batch of none; other batches as they are."""
+    if features.variable_stride_per_key() or features.stride() > 0:
+        return features
+    lengths = features.lengths().new_zeros(len(features.keys()))
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=lengths,
+        stride=1,
+    )
+
+
+def without_padding(outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """Return the outputs of a padded batch with no samples again; values keep their place in autograd."""
+    return {
+        name: JaggedTensor(
+            values=jagged.values(),
+            weights=jagged.weights_or_none(),
+            lengths=torch.zeros_like(jagged.lengths())[:0],
+        )
+        for name, jagged in outputs.items()
+    }

@@ -1,0 +1,101 @@
+"""The planner's search space: dynamic tables have one option, row-wise, at their true size."""
+
+import copy
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+from dynamicemb.optimizer import EmbOptimType
+from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints
+from dynamicemb.sharding.table_sizes import TableMemory, table_memory, table_options_on_rank
+from dynamicemb.sharding.torchrec_compat import optimizer_of_parameter, remember_search_space
+
+
+class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
+    """Enumerates sharding options for static tables as TorchRec does, and one row-wise option per dynamic table.
+
+    A dynamic table counts with what it takes: index, scores, rows, optimizer state and scratch. `memory` lists it.
+
+    Args:
+        topology: devices and their memory.
+        batch_size: bags per feature and rank in a step.
+        constraints: per table; tables with ``use_dynamicemb`` are dynamic.
+        estimator: TorchRec's estimators for static tables.
+        use_exact_enumerate_order: as in TorchRec.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int = 512,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        use_exact_enumerate_order: bool = False,
+    ) -> None:
+        self._user_constraints = constraints or {}
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            constraints={name: _for_torchrec(c) for name, c in self._user_constraints.items()},
+            estimator=estimator,
+            use_exact_enumerate_order=use_exact_enumerate_order,
+        )
+        self.memory: dict[str, TableMemory] = {}
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """Return the sharding options of a module; see TorchRec's method."""
+        options = super().enumerate(module, sharders)
+        fused_params = {sharder.module_type: getattr(sharder, "fused_params", None) or {} for sharder in sharders}
+        for option in options:
+            constraint = self._user_constraints.get(option.name)
+            if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
+                self._size(option, constraint, fused_params.get(type(option.module[1]), {}))
+        remember_search_space(self, copy.deepcopy(options))
+        return options
+
+    def _size(
+        self, option: ShardingOption, constraint: DynamicEmbParameterConstraints, fused_params: dict[str, Any]
+    ) -> None:
+        """Replace the storage of a dynamic table's shards by what they take."""
+        optimizer_class = optimizer_of_parameter(option.tensor)
+        optimizer = (
+            optimizer_type_to_emb_opt_type(optimizer_class)
+            if optimizer_class
+            else fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+        )
+        config = _config_of(option.module[1], option.name)
+        options = table_options_on_rank(config, constraint.dynamicemb_options, self._world_size)
+        occurrences = self._batch_size * sum(option.input_lengths)
+        memory = table_memory(option.name, options, optimizer, occurrences, self._compute_device)
+        self.memory[option.name] = memory
+        for rank, shard in enumerate(option.shards):
+            shard.size = [options.max_capacity, options.dim]
+            shard.offset = [rank * memory.num_slots, 0]
+            shard.storage = Storage(hbm=memory.hbm_bytes, ddr=memory.host_bytes)
+
+
+def _for_torchrec(constraint: ParameterConstraints) -> ParameterConstraints:
+    """Return the constraint under which TorchRec enumerates exactly one option for a dynamic table."""
+    if not isinstance(constraint, DynamicEmbParameterConstraints) or not constraint.use_dynamicemb:
+        return constraint
+    constraint = copy.copy(constraint)
+    constraint.sharding_types = [ShardingType.ROW_WISE.value]
+    constraint.compute_kernels = [EmbeddingComputeKernel.FUSED.value]
+    constraint.cache_params = None
+    return constraint
+
+
+def _config_of(module: Any, table: str) -> Any:
+    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
+    return next(config for config in configs if config.name == table)

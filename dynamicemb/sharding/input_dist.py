@@ -1,0 +1,91 @@
+"""Send every id to the rank that owns it."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.sharding.bucketize import bucketize
+from dynamicemb.sharding.torchrec_compat import replace_values
+from dynamicemb.table.ownership import CONTINUOUS, as_int64, owner_of
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the ids of one feature find their rank: the arguments of `owner_of`."""
+
+    dist_type: str
+    num_embeddings: int | None
+
+    @classmethod
+    def of_table(cls, dist_type: str, num_embeddings: int) -> "Route":
+        """Make a route; only ``continuous`` depends on the table's size, so that other tables share one."""
+        return cls(dist_type, num_embeddings if dist_type == CONTINUOUS else None)
+
+
+class DynamicFeaturesDist(RwSparseFeaturesDist):
+    """Sorts a batch by owner and exchanges it; ids keep their value.
+
+    Args:
+        pg: ranks that share the tables.
+        routes: one per feature.
+        device: of the batches.
+        is_sequence: rows travel back per occurrence, so the order must be remembered.
+        keep_weights: whether the batch's weights travel along. Equal on all ranks, also on those with an empty batch:
+            the exchange would wait for ever otherwise.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        routes: list[Route],
+        device: torch.device | None,
+        is_sequence: bool,
+        keep_weights: bool,
+    ) -> None:
+        # TorchRec's block sizes have no meaning here; its code beyond `forward` only needs one per feature.
+        super().__init__(
+            pg=pg,
+            num_features=len(routes),
+            feature_hash_sizes=[1] * len(routes),
+            device=device,
+            is_sequence=is_sequence,
+        )
+        self.routes = routes
+        self.keep_weights = keep_weights
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Start the exchange.
+
+        Args:
+            sparse_features: ids ``[N]`` of F features and B samples.
+
+        Returns:
+            Two nested awaitables (sizes, then contents) of the ids that this rank owns, of all ranks' samples.
+        """
+        ids = as_int64(sparse_features.values())
+        weights = sparse_features.weights() if self.keep_weights else None
+        lengths = sparse_features.lengths().view(-1)
+        self.unbucketize_permute_tensor = None
+        if self._world_size > 1:
+            lengths, order, position = bucketize(self._owners(ids, sparse_features), lengths, self._world_size)
+            ids = ids[order]
+            weights = weights[order] if weights is not None else None
+            if self._is_sequence:
+                self.unbucketize_permute_tensor = position
+        return self._dist(replace_values(sparse_features, ids, lengths, weights, self._world_size))
+
+    def _owners(self, ids: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the owner of every id, i64 ``[N]``."""
+        if len(set(self.routes)) == 1:
+            return owner_of(ids, self._world_size, self.routes[0].dist_type, self.routes[0].num_embeddings)
+        parts = torch.split(ids, features.length_per_key())
+        return torch.cat(
+            [
+                owner_of(part, self._world_size, route.dist_type, route.num_embeddings)
+                for part, route in zip(parts, self.routes, strict=True)
+            ]
+        )

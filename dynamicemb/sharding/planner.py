@@ -1,0 +1,242 @@
+"""The sharding planner: TorchRec plans the static tables around the memory that the dynamic ones take."""
+
+import dataclasses
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PerfModel,
+    Proposer,
+    Stats,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders, placement
+from torchrec.distributed.types import (
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+)
+
+from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
+from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints, DynamicEmbParameterSharding
+from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
+from dynamicemb.sharding.table_sizes import MAX_GROUP_SLOTS, TableMemory, table_options_on_rank
+from dynamicemb.sharding.torchrec_compat import make_topology
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_BATCH_SIZE = 512
+
+
+class DynamicEmbeddingShardingPlanner:
+    """Plans a model with dynamic and static tables.
+
+    Args:
+        eb_configs: embedding configs of all tables of the model.
+        topology: devices and their memory; default: this process group, with TorchRec's default sizes.
+        batch_size: bags per feature and rank in a step.
+        enumerator: default: a `DynamicEmbeddingEnumerator`; another kind sizes dynamic tables as dense ones (warning).
+        storage_reservation: as in TorchRec.
+        proposer: as in TorchRec.
+        partitioner: as in TorchRec.
+        performance_model: as in TorchRec.
+        stats: as in TorchRec.
+        constraints: per table name; tables without one, or without ``use_dynamicemb``, are static.
+        debug: as in TorchRec.
+
+    Raises:
+        ValueError: unknown or repeated table names, or options that do not fit a table; on every rank alike.
+    """
+
+    def __init__(
+        self,
+        eb_configs: list[Any],
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+    ) -> None:
+        constraints = constraints or {}
+        configs = _check_names(eb_configs, constraints)
+        self._topology = topology or _default_topology()
+        self._batch_size = batch_size or _DEFAULT_BATCH_SIZE
+        self._options: dict[str, DynamicEmbTableOptions] = {}
+        for name, constraint in constraints.items():
+            if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
+                _check_constraint(name, constraint)
+                self._options[name] = table_options_on_rank(
+                    configs[name], constraint.dynamicemb_options, self._topology.world_size
+                )
+        if enumerator is None:
+            enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
+        elif not isinstance(enumerator, DynamicEmbeddingEnumerator) and self._options:
+            warnings.warn(
+                f"enumerator is a {type(enumerator).__name__}: the plan counts dynamic tables as dense ones; "
+                "pass a DynamicEmbeddingEnumerator or None",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._enumerator = enumerator
+        self._planner = EmbeddingShardingPlanner(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            enumerator=enumerator,
+            storage_reservation=storage_reservation,
+            proposer=proposer,
+            partitioner=partitioner,
+            performance_model=performance_model,
+            stats=stats,
+            constraints={name: c for name, c in constraints.items() if name not in self._options},
+            debug=debug,
+        )
+
+    @property
+    def memory(self) -> dict[str, TableMemory]:
+        """Return what each dynamic table takes on one rank; filled on the rank that planned."""
+        return dict(getattr(self._enumerator, "memory", {}))
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plan on rank 0 and return the same plan on every rank.
+
+        Args:
+            module: the model.
+            sharders: default: TorchRec's; they must include the sharders of dynamic tables.
+            pg: default: all ranks.
+
+        Raises:
+            Exception: what rank 0 raised, on every rank; nobody waits for a plan that does not come.
+        """
+        group = pg or dist.GroupMember.WORLD
+        if group is None:
+            raise RuntimeError(
+                "torch.distributed is not initialised; call init_process_group() first, or use plan() in one process"
+            )
+        answer: list[Any] = [None, None]
+        if dist.get_rank(group) == 0:
+            try:
+                answer = [self._plan_static(module, sharders), None]
+            except Exception as error:
+                answer = [None, error]
+        dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
+        plan, failure = answer
+        if failure is not None:
+            raise failure
+        return self._with_dynamic_tables(plan)
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
+        """Plan in this process alone; ranks that call it with the same arguments get the same plan."""
+        return self._with_dynamic_tables(self._plan_static(module, sharders))
+
+    def _plan_static(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None) -> ShardingPlan:
+        plan = self._planner.plan(module, sharders or get_default_sharders())
+        if self.memory:
+            logger.info(memory_report(self.memory))
+        return plan
+
+    def _with_dynamic_tables(self, plan: ShardingPlan) -> ShardingPlan:
+        """Replace the entries of dynamic tables."""
+        for module_plan in plan.plan.values():
+            group, slots_in_group = 0, 0
+            for name in [name for name in module_plan if name in self._options]:
+                slots = self._options[name].max_capacity or 0
+                if slots_in_group + slots > MAX_GROUP_SLOTS:
+                    group, slots_in_group = group + 1, 0
+                slots_in_group += slots
+                module_plan[name] = self._parameter_sharding(name, group, module_plan[name])
+        return plan
+
+    def _parameter_sharding(self, name: str, group: int, planned: Any) -> DynamicEmbParameterSharding:
+        # A copy: modules may complete their options.
+        options = dataclasses.replace(self._options[name])
+        world_size, rows = self._topology.world_size, options.max_capacity or 0
+        shards = [
+            ShardMetadata(
+                shard_sizes=[rows, options.dim],
+                shard_offsets=[rows * rank, 0],
+                placement=placement(self._topology.compute_device, rank, self._topology.local_world_size),
+            )
+            for rank in range(world_size)
+        ]
+        return DynamicEmbParameterSharding(
+            sharding_type=ShardingType.ROW_WISE.value,
+            ranks=list(range(world_size)),
+            sharding_spec=EnumerableShardingSpec(shards),
+            stochastic_rounding=planned.stochastic_rounding,
+            output_dtype=planned.output_dtype,
+            dist_type=options.dist_type,
+            dynamicemb_options=options,
+            group=group,
+        )
+
+
+def memory_report(memory: dict[str, TableMemory]) -> str:
+    """Return a table of what the dynamic tables take on one rank, in MiB."""
+    columns = ("index", "score", "row", "state", "scratch")
+    lines = [f"{'dynamic table':<32}{'slots':>14}" + "".join(f"{c:>12}" for c in (*columns, "HBM", "host")) + "  MiB"]
+    for table in memory.values():
+        sizes = [*(getattr(table, f"{column}_bytes") for column in columns), table.hbm_bytes, table.host_bytes]
+        lines.append(f"{table.name:<32}{table.num_slots:>14}" + "".join(f"{size / 2**20:>12.1f}" for size in sizes))
+    return "memory of one rank\n" + "\n".join(lines)
+
+
+def _check_names(eb_configs: list[Any], constraints: dict[str, ParameterConstraints]) -> dict[str, Any]:
+    """Return the configs by name."""
+    configs = {config.name: config for config in eb_configs}
+    if len(configs) != len(eb_configs):
+        names = [config.name for config in eb_configs]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"eb_configs has repeated table names {repeated}; name each table once")
+    unknown = sorted(set(constraints) - set(configs))
+    if unknown:
+        raise ValueError(
+            f"constraints has keys {unknown} that are no table of eb_configs ({sorted(configs)}); "
+            "use the names of the embedding configs"
+        )
+    return configs
+
+
+def _check_constraint(name: str, constraint: DynamicEmbParameterConstraints) -> None:
+    row_wise = ShardingType.ROW_WISE.value
+    if constraint.sharding_types and row_wise not in constraint.sharding_types:
+        raise ValueError(
+            f"sharding_types={constraint.sharding_types} of dynamic table {name!r} lacks {row_wise!r}, the only one a "
+            "dynamic table has; use None"
+        )
+    idle = {
+        "compute_kernels": constraint.compute_kernels,
+        "min_partition": constraint.min_partition,
+        "cache_params": constraint.cache_params,
+        "key_value_params": constraint.key_value_params,
+    }
+    given = [f"{key}={value}" for key, value in idle.items() if value is not None]
+    if given:
+        warnings.warn(f"dynamic table {name!r} ignores {', '.join(given)}; leave it None", UserWarning, stacklevel=3)
+
+
+def _default_topology() -> Topology:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return make_topology(world_size=world_size, local_world_size=get_local_size(world_size), compute_device=device)

@@ -1,0 +1,67 @@
+"""Add the ranks' partial sums of bags where gloo's reduce-scatter cannot: with batches of different size per rank."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwPooledEmbeddingSharding
+from torchrec.distributed.types import Awaitable, NoWait
+
+
+class _AllToAllSum(torch.autograd.Function):
+    """Exchange partial sums and add what arrives, in rank order."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, partial: torch.Tensor, batch_sizes: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """Return the bags of this rank ``[B, D]`` from partial sums of all ranks' bags ``[sum of B, D]``."""
+        world_size, own = len(batch_sizes), batch_sizes[dist.get_rank(group)]
+        ctx.batch_sizes, ctx.group = batch_sizes, group
+        received = partial.new_empty(world_size * own, partial.shape[1])
+        dist.all_to_all_single(received, partial.contiguous(), [own] * world_size, batch_sizes, group=group)
+        return received.view(world_size, own, partial.shape[1]).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient of the partial sums: every rank gets every rank's gradient, scaled as TorchRec does."""
+        world_size = len(ctx.batch_sizes)
+        received = grad.new_empty(sum(ctx.batch_sizes), grad.shape[1])
+        dist.all_to_all_single(
+            received, grad.repeat(world_size, 1), ctx.batch_sizes, [grad.shape[0]] * world_size, group=ctx.group
+        )
+        return received / world_size if get_gradient_division() else received, None, None
+
+
+class PooledOutputDist(RwPooledEmbeddingDist):
+    """TorchRec's reduce-scatter; on gloo, an all-to-all when batch sizes differ between ranks.
+
+    The two move the same number of bytes.
+    """
+
+    def forward(
+        self, local_embs: torch.Tensor, sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> Awaitable[torch.Tensor]:
+        """Start the exchange.
+
+        Args:
+            local_embs: ``[sum of B over ranks, D]``, sums over the rows that this rank owns.
+            sharding_ctx: holds the batch size of every rank.
+        """
+        if sharding_ctx is not None and not sharding_ctx.variable_batch_per_feature:
+            sizes = sharding_ctx.batch_size_per_rank
+            if len(set(sizes)) > 1 and dist.get_backend(self._pg) == "gloo":
+                return NoWait(_AllToAllSum.apply(local_embs, sizes, self._pg))
+        return super().forward(local_embs, sharding_ctx)
+
+
+class RwPooledSharding(RwPooledEmbeddingSharding):
+    """TorchRec's row-wise sharding of pooled tables with this output."""
+
+    def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:
+        """Make the exchange of results."""
+        return PooledOutputDist(
+            self._pg, embedding_dims=self.embedding_dims(), qcomm_codecs_registry=self.qcomm_codecs_registry
+        )

@@ -1,0 +1,158 @@
+"""Row-wise sharding of dynamic tables: TorchRec's, with our input dist and our compute kernels."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.errors import UnsupportedOptionError
+from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
+from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
+from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
+from dynamicemb.sharding.pooled_output import RwPooledSharding
+
+# Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.
+DYNAMIC_ROW_WISE = "dynamic_row_wise"
+
+ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
+
+
+class DynamicSequenceLookup(GroupedEmbeddingsLookup):
+    """Sequence lookup in groups of dynamic tables."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, pg: Any, device: torch.device | None, *args: Any
+    ) -> BatchedDynamicEmbedding:
+        return BatchedDynamicEmbedding(config, pg, device)
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
+        """Refuse: prefetch pipelines come with rows in host memory."""
+        raise UnsupportedOptionError(
+            "dynamic tables cannot be prefetched in this version; use TrainPipelineSparseDist or no pipeline"
+        )
+
+
+class DynamicPooledLookup(GroupedPooledEmbeddingsLookup):
+    """Pooled lookup in groups of dynamic tables."""
+
+    def _create_embedding_kernel(
+        self, config: GroupedEmbeddingConfig, device: torch.device | None, pg: Any, *args: Any
+    ) -> BatchedDynamicEmbeddingBag:
+        return BatchedDynamicEmbeddingBag(config, pg, device)
+
+
+class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
+    """Row-wise sharding of sequence tables."""
+
+    # Whether weights carry counts; the collection sets it before the input dist is made.
+    carries_counts = False
+
+    def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
+        """Make the exchange of ids."""
+        device = device or self._device
+        return DynamicFeaturesDist(
+            self._pg, routes_of(self), device, is_sequence=True, keep_weights=self.carries_counts
+        )
+
+    def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
+        """Make the tables of this rank."""
+        return DynamicSequenceLookup(
+            grouped_configs=self._grouped_embedding_configs, pg=self._pg, device=device or self._device, env=self._env
+        )
+
+
+class DynamicRwPooledSharding(RwPooledSharding):
+    """Row-wise sharding of pooled tables."""
+
+    def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
+        """Make the exchange of ids."""
+        weighted = any(config.is_weighted for config in self._grouped_embedding_configs)
+        return DynamicFeaturesDist(
+            self._pg, routes_of(self), device or self._device, is_sequence=False, keep_weights=weighted
+        )
+
+    def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:
+        """Make the tables of this rank."""
+        return DynamicPooledLookup(
+            grouped_configs=self._grouped_embedding_configs,
+            pg=self._pg,
+            device=device or self._device,
+            sharding_type=ShardingType.ROW_WISE,
+            env=self._env,
+        )
+
+
+def routes_of(sharding: Any) -> list[Route]:
+    """Return the route of every feature of a sharding."""
+    return [
+        Route.of_table(table.fused_params[DIST_TYPE_PARAM], table.num_embeddings)
+        for config in sharding._grouped_embedding_configs
+        for table in config.embedding_tables
+        for _ in table.feature_names
+    ]
+
+
+def split_off_dynamic(infos: ShardingInfos) -> ShardingInfos:
+    """Move dynamic tables into a sharding of their own.
+
+    Raises:
+        ValueError: a plan entry of a dynamic table contradicts itself.
+    """
+    result: ShardingInfos = {}
+    for sharding_type, tables in infos.items():
+        for info in tables:
+            dynamic = is_dynamic(info.param_sharding)
+            if dynamic:
+                _check_plan(info)
+            else:
+                info.fused_params.pop(SEED_PARAM, None)
+            result.setdefault(DYNAMIC_ROW_WISE if dynamic else sharding_type, []).append(info)
+    return result
+
+
+def _check_plan(info: EmbeddingShardingInfo) -> None:
+    plan, name = info.param_sharding, info.embedding_config.name
+    assert isinstance(plan, DynamicEmbParameterSharding)
+    if plan.sharding_type != ShardingType.ROW_WISE.value:
+        raise ValueError(
+            f"sharding_type of dynamic table {name!r} must be {ShardingType.ROW_WISE.value!r}, "
+            f"got {plan.sharding_type!r}; plan with DynamicEmbeddingShardingPlanner"
+        )
+    if plan.dist_type != plan.dynamicemb_options.dist_type:
+        raise ValueError(
+            f"dist_type={plan.dist_type!r} of dynamic table {name!r} differs from that of its options, "
+            f"{plan.dynamicemb_options.dist_type!r}; set both to the same"
+        )
+
+
+def check_env(env: ShardingEnv) -> None:
+    """Refuse environments that dynamic tables cannot work in.
+
+    Raises:
+        ValueError: two-dimensional parallelism (it averages replicas of dense weights), or no process group.
+    """
+    if isinstance(env, ShardingEnv2D):
+        raise ValueError("dynamic tables do not support two-dimensional parallelism; use DistributedModelParallel")
+    if env.process_group is None:
+        raise ValueError("dynamic tables need a process group; use ShardingEnv.from_process_group")
+
+
+def share_seed(infos: list[EmbeddingShardingInfo], env: ShardingEnv, device: torch.device | None) -> None:
+    """Give all tables the seed of rank 0, unless fused_params name one. A collective on all ranks of `env`."""
+    seed = torch.tensor([signed(torch.initial_seed())], dtype=torch.int64, device=device)
+    group = env.process_group
+    dist.broadcast(seed, src=dist.get_global_rank(group, 0), group=group)
+    for info in infos:
+        info.fused_params.setdefault(SEED_PARAM, int(seed))
+
+
+def signed(seed: int) -> int:
+    """Return the int64 with the same 64 bits."""
+    seed %= 2**64
+    return seed - 2**64 if seed >= 2**63 else seed

@@ -1,0 +1,154 @@
+"""From an embedding config to the size of a table on one rank, in rows and in bytes."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamicemb.dynamicemb_config import (
+    DEFAULT_INDEX_TYPE,
+    MAX_DIM,
+    WEIGHT_DTYPES,
+    DynamicEmbTableOptions,
+    bucket_layout,
+    complete_initializer_args,
+    data_type_to_dtype,
+    row_bytes,
+)
+from dynamicemb.optimizer import get_optimizer_state_dim
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
+from dynamicemb.table.ownership import check_routing
+
+# A compound strategy has a second score column.
+SCORE_BYTES = 8
+# What a step keeps per occurrence: id, row, list link, grouping order and key.
+SCRATCH_BYTES_PER_OCCURRENCE = 8 + 4 + 4 + 8 + 4
+MAX_GROUP_SLOTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TableMemory:
+    """Bytes of one dynamic table on one rank.
+
+    Attributes:
+        name: name of the table.
+        num_slots: slots of the index, one row each.
+        index_bytes: keys, digests, row numbers and tags.
+        score_bytes: score columns.
+        row_bytes: weights, with the padding of a row.
+        state_bytes: optimizer state.
+        scratch_bytes: per-step memory for one batch of the expected size.
+        hbm_bytes: the part of all this in GPU memory.
+        host_bytes: the rest.
+    """
+
+    name: str
+    num_slots: int
+    index_bytes: int
+    score_bytes: int
+    row_bytes: int
+    state_bytes: int
+    scratch_bytes: int
+    hbm_bytes: int
+    host_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of the table in all memories."""
+        return self.hbm_bytes + self.host_bytes
+
+
+def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_size: int) -> DynamicEmbTableOptions:
+    """Return a copy of a user's options with everything that follows from the embedding config and the world size.
+
+    Args:
+        config: TorchRec's EmbeddingConfig or EmbeddingBagConfig.
+        options: what the user gave; not changed.
+        world_size: ranks that share the table.
+
+    Raises:
+        ValueError: config and options contradict each other or are out of range.
+    """
+    name = config.name
+    _check_config(config)
+    check_routing(world_size, options.dist_type, config.num_embeddings)
+    if options.score_strategy is None:
+        raise ValueError(f"score_strategy of dynamic table {name!r} is None; choose one, for example TIMESTAMP")
+    if options.dim not in (None, config.embedding_dim):
+        raise ValueError(
+            f"dim={options.dim} of table {name!r} differs from embedding_dim={config.embedding_dim}; leave dim None"
+        )
+    dtype = data_type_to_dtype(config.data_type)
+    if options.embedding_dtype not in (None, dtype):
+        raise ValueError(
+            f"embedding_dtype={options.embedding_dtype} of table {name!r} differs from data_type={config.data_type}; "
+            "leave embedding_dtype None"
+        )
+    num_buckets, bucket = bucket_layout(-(-config.num_embeddings // world_size), options.bucket_capacity)
+    if num_buckets * bucket > MAX_GROUP_SLOTS:
+        raise ValueError(
+            f"num_embeddings={config.num_embeddings} of table {name!r} needs {num_buckets * bucket} slots on each of "
+            f"{world_size} ranks, at most {MAX_GROUP_SLOTS} are possible; use more ranks or a smaller num_embeddings"
+        )
+    return dataclasses.replace(
+        copy.copy(options),
+        bucket_capacity=bucket,
+        max_capacity=num_buckets * bucket,
+        init_capacity=_init_capacity(options.init_capacity, num_buckets * bucket, bucket),
+        local_hbm_for_values=options.local_hbm_for_values or -(-options.global_hbm_for_values // world_size),
+        dim=config.embedding_dim,
+        embedding_dtype=dtype,
+        index_type=options.index_type or DEFAULT_INDEX_TYPE,
+        initializer_args=complete_initializer_args(options.initializer_args, embedding_config=config),
+    )
+
+
+def _check_config(config: Any) -> None:
+    if not 1 <= config.embedding_dim <= MAX_DIM:
+        raise ValueError(
+            f"embedding_dim of dynamic table {config.name!r} must be 1..{MAX_DIM}, got {config.embedding_dim}"
+        )
+    if config.num_embeddings < 1:
+        raise ValueError(
+            f"num_embeddings of dynamic table {config.name!r} must be at least 1, got {config.num_embeddings}; "
+            "it is the number of rows over all ranks"
+        )
+    if data_type_to_dtype(config.data_type) not in WEIGHT_DTYPES:
+        raise ValueError(
+            f"data_type of dynamic table {config.name!r} must be FP32, FP16 or BF16, got {config.data_type}"
+        )
+
+
+def _init_capacity(init_capacity: int | None, max_capacity: int, bucket: int) -> int:
+    if init_capacity is None:
+        return max_capacity
+    return min(-(-init_capacity // bucket) * bucket, max_capacity)
+
+
+def table_memory(
+    name: str, options: DynamicEmbTableOptions, optimizer: Any, occurrences: float, device_type: str
+) -> TableMemory:
+    """Return the bytes of a table on one rank.
+
+    Args:
+        name: name of the table.
+        options: as `table_options_on_rank` returns them.
+        optimizer: EmbOptimType.
+        occurrences: expected occurrences of the table's ids per step that reach a rank.
+        device_type: "cpu" or "cuda"; on the CPU all memory is host memory.
+    """
+    slots, dim, dtype = options.max_capacity, options.dim, options.embedding_dtype
+    assert slots is not None and dim is not None and dtype is not None
+    num_state = get_optimizer_state_dim(optimizer, dim, dtype)
+    num_scores = len(options.score_strategy) if isinstance(options.score_strategy, tuple) else 1
+    state = slots * num_state * torch.float32.itemsize
+    rows = slots * row_bytes(dtype, dim, num_state) - state
+    index = slots * (INDEX_BYTES_PER_SLOT - SCORE_BYTES)
+    scores = slots * SCORE_BYTES * num_scores
+    scratch = int(occurrences * SCRATCH_BYTES_PER_OCCURRENCE)
+    total = index + scores + rows + state + scratch
+    rows_in_hbm = min(rows + state, options.local_hbm_for_values)
+    hbm = 0 if device_type == "cpu" else index + scores + scratch + rows_in_hbm
+    return TableMemory(name, slots, index, scores, rows, state, scratch, hbm, total - hbm)

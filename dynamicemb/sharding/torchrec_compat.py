@@ -1,0 +1,79 @@
+"""Everything in which the supported torchrec releases (1.6 to 1.9) differ, or that is private there.
+
+The rest of this folder uses torchrec's public classes; what it needs beyond them is asked for here, so that a new
+release is one file to read.
+"""
+
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+
+# Keys that TorchRec puts into fused_params for its own use; no embedding module takes them.
+_TORCHREC_ONLY_PARAMS = frozenset(
+    {
+        "_batch_key",
+        "cache_load_factor",
+        "cache_precision",
+        "embedding_table_index_type",
+        "embedding_table_offset_type",
+        "enable_raw_embedding_streaming",
+        "use_one_tbe_per_table",
+        "weights_precision",
+    }
+)
+
+
+def as_kjt(features: Any) -> KeyedJaggedTensor:
+    """Return a TorchRec input, which may be a TensorDict of jagged tensors, as a KeyedJaggedTensor."""
+    return features if isinstance(features, KeyedJaggedTensor) else maybe_td_to_kjt(features, None)
+
+
+def module_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
+    """Return a group's fused_params without those that TorchRec uses itself."""
+    params = config.fused_params or {}
+    return {name: value for name, value in params.items() if name not in _TORCHREC_ONLY_PARAMS}
+
+
+def replace_values(
+    kjt: KeyedJaggedTensor, values: Any, lengths: Any, weights: Any = None, num_copies: int = 1
+) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor with other contents and the strides of `kjt`.
+
+    Args:
+        kjt: source of keys and strides.
+        values: ids ``[N]``.
+        lengths: occurrences per bag, ``[num_copies * K]`` for the K bags of `kjt`.
+        weights: one value per occurrence, or None.
+        num_copies: how often the keys repeat (once per destination rank).
+    """
+    variable = kjt.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=kjt.keys() * num_copies,
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        stride=None if variable else kjt.stride(),
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank() * num_copies if variable else None,
+    )
+
+
+def make_topology(**arguments: Any) -> Topology:
+    """Build a planner topology. Newer releases log a warning that their factory was not used; it needs a trainer."""
+    return Topology(**arguments)
+
+
+def remember_search_space(enumerator: Any, options: list[ShardingOption]) -> None:
+    """Replace the search space that an enumerator keeps for its next call."""
+    enumerator._last_stored_search_space = options
+
+
+def optimizer_of_parameter(parameter: nn.Parameter) -> type | None:
+    """Return the optimizer class that `apply_optimizer_in_backward` attached to a parameter, if any."""
+    classes = getattr(parameter, "_optimizer_classes", [None])
+    return classes[0]

@@ -1,0 +1,278 @@
+"""The planner: sizes, memory, what it refuses, and the versions it runs on."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.types import DataType
+
+from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.dynamicemb_config import MAX_BUCKET_CAPACITY, DynamicEmbTableOptions
+from dynamicemb.get_planner import get_planner
+from dynamicemb.planner import (
+    DynamicEmbeddingEnumerator,
+    DynamicEmbeddingShardingPlanner,
+    DynamicEmbParameterConstraints,
+    DynamicEmbParameterSharding,
+)
+from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
+from dynamicemb.sharding.planner import memory_report
+from dynamicemb.sharding.table_sizes import table_memory, table_options_on_rank
+from dynamicemb.sharding.versions import find_mismatch
+from tests.ranks import RankError, RankPool, ranks  # noqa: F401
+
+GIB = 2**30
+
+
+def config(name: str = "t", num_embeddings: int = 1001, dim: int = 8, **arguments: Any) -> EmbeddingConfig:
+    # TorchRec's own constructor divides by num_embeddings.
+    made = EmbeddingConfig(
+        name=name, num_embeddings=num_embeddings or 1, embedding_dim=dim, feature_names=[f"f_{name}"], **arguments
+    )
+    made.num_embeddings = num_embeddings
+    return made
+
+
+def dynamic(**options: Any) -> DynamicEmbParameterConstraints:
+    return DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=DynamicEmbTableOptions(**options))
+
+
+def make_planner(
+    configs: list[Any], constraints: dict[str, Any], world_size: int = 2, **arguments: Any
+) -> DynamicEmbeddingShardingPlanner:
+    topology = Topology(world_size=world_size, compute_device="cpu", ddr_cap=arguments.pop("ddr_cap", 4 * GIB))
+    return DynamicEmbeddingShardingPlanner(configs, topology=topology, constraints=constraints, **arguments)
+
+
+def plan_of(planner: DynamicEmbeddingShardingPlanner, configs: list[Any]) -> dict[str, Any]:
+    model = nn.Sequential(EmbeddingCollection(tables=configs, device=torch.device("meta")))
+    sharder = DynamicEmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.ADAM})
+    return planner.plan(model, [sharder]).plan["0"]
+
+
+def test_plan_has_a_shard_of_whole_buckets_per_rank() -> None:
+    configs = [config(), config("static", 100)]
+    given = dynamic(dist_type="hash_roundrobin")
+    plan = plan_of(make_planner(configs, {"t": given}, world_size=4), configs)
+    entry = plan["t"]
+    assert isinstance(entry, DynamicEmbParameterSharding)
+    assert not isinstance(plan["static"], DynamicEmbParameterSharding)
+    assert entry.ranks == [0, 1, 2, 3]
+    assert [s.shard_sizes for s in entry.sharding_spec.shards] == [[256, 8]] * 4
+    assert [s.shard_offsets for s in entry.sharding_spec.shards] == [[0, 0], [256, 0], [512, 0], [768, 0]]
+    assert entry.dynamicemb_options.max_capacity == 256
+    assert entry.dist_type == "hash_roundrobin"
+    # The user's object is not changed, it may serve several tables.
+    assert given.dynamicemb_options.max_capacity is None
+
+
+@pytest.mark.parametrize(
+    ("num_embeddings", "world_size", "bucket_capacity", "capacity"),
+    [
+        (7, 1, 128, 128),
+        (1001, 4, 128, 256),
+        (1001, 4, MAX_BUCKET_CAPACITY, 256),
+        (99, 1, MAX_BUCKET_CAPACITY, 112),
+    ],
+)
+def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacity: int, capacity: int) -> None:
+    options = DynamicEmbTableOptions(bucket_capacity=bucket_capacity)
+    assert table_options_on_rank(config(num_embeddings=num_embeddings), options, world_size).max_capacity == capacity
+
+
+def test_c20_planned_memory_equals_allocated_memory() -> None:
+    options = table_options_on_rank(config(num_embeddings=3000, dim=5), DynamicEmbTableOptions(), 2)
+    memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu")
+    module = BatchedDynamicEmbeddingTablesV2([options], ["t"], optimizer=EmbOptimType.ADAM)
+    used = module.memory_usage()
+    assert memory.num_slots == 1536
+    assert memory.index_bytes + memory.score_bytes == 25 * 1536
+    assert memory.state_bytes == 2 * 5 * 4 * 1536
+    assert memory.row_bytes + memory.state_bytes == 64 * 1536
+    # Counters, clock and chunk rounding.
+    assert 0 <= used["index"] - 25 * 1536 < 4096
+    assert used["rows"] >= 64 * 1536
+
+
+def test_c20_memory_is_reported_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    configs = [config(num_embeddings=200_000, dim=64), config("static", 1000, 64)]
+    planner = make_planner(configs, {"t": dynamic()})
+    with caplog.at_level(logging.INFO, logger="dynamicemb"):
+        plan_of(planner, configs)
+    assert "dynamic table" in caplog.text
+    memory = planner.memory["t"]
+    assert memory.hbm_bytes == 0
+    # 100,000 rows of 256 + 512 bytes and 25 bytes of index.
+    assert memory.total_bytes > 100_000 * (768 + 25)
+    assert "t " in memory_report(planner.memory)
+
+
+def test_c20_a_dynamic_table_that_does_not_fit_is_refused() -> None:
+    configs = [config(num_embeddings=20_000_000, dim=64)]
+    with pytest.raises(Exception, match="[Ss]torage"):
+        plan_of(make_planner(configs, {"t": dynamic()}, ddr_cap=GIB), configs)
+
+
+def test_gpu_memory_of_rows_is_what_the_user_allows() -> None:
+    options = DynamicEmbTableOptions(global_hbm_for_values=2 * 10_000)
+    options = table_options_on_rank(config(num_embeddings=2000), options, 2)
+    memory = table_memory("t", options, EmbOptimType.EXACT_SGD, 100, "cuda")
+    assert options.local_hbm_for_values == 10_000
+    assert memory.hbm_bytes == 1024 * 25 + memory.scratch_bytes + 10_000
+    assert memory.total_bytes == 1024 * (25 + 32) + memory.scratch_bytes
+
+
+def test_tables_of_too_many_slots_are_not_fused() -> None:
+    configs = [config(name, 2**30) for name in ("x", "y", "z")]
+    planner = make_planner(configs, {c.name: dynamic() for c in configs}, world_size=1, ddr_cap=2**44)
+    assert [entry.group for entry in plan_of(planner, configs).values()] == [0, 1, 2]
+
+
+BAD = {
+    "unknown name": ([config()], {"u": dynamic()}, r"constraints has keys \['u'\]"),
+    "repeated name": ([config(), config()], {}, r"repeated table names \['t'\]"),
+    "dim 0": ([config(dim=0)], {"t": dynamic()}, "embedding_dim .*'t' must be 1..2048, got 0"),
+    "dim 2049": ([config(dim=2049)], {"t": dynamic()}, "must be 1..2048, got 2049"),
+    "no rows": ([config(num_embeddings=0)], {"t": dynamic()}, "num_embeddings .*at least 1, got 0"),
+    "too many rows": ([config(num_embeddings=2**40)], {"t": dynamic()}, "at most 2147483647"),
+    "int8": ([config(data_type=DataType.INT8)], {"t": dynamic()}, "data_type .*FP32, FP16 or BF16"),
+    "other dim": ([config()], {"t": dynamic(dim=4)}, "dim=4 .* differs from embedding_dim=8"),
+    "other dtype": (
+        [config()],
+        {"t": dynamic(embedding_dtype=torch.float16)},
+        "embedding_dtype=torch.float16 .*differs",
+    ),
+    "no strategy": ([config()], {"t": dynamic(score_strategy=None)}, "score_strategy of dynamic table 't' is None"),
+    "table-wise": (
+        [config()],
+        {"t": dataclasses.replace(dynamic(), sharding_types=["table_wise"])},
+        "sharding_types=.*lacks 'row_wise'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("configs", "constraints", "message"), BAD.values(), ids=BAD.keys())
+def test_c04_bad_constraints_are_refused(configs: list[Any], constraints: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_planner(configs, constraints)
+
+
+@pytest.mark.parametrize("bucket_capacity", [0, 100, -16])
+def test_c04_bad_bucket_capacity_is_refused(bucket_capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"bucket_capacity .*multiple of 16.*got {bucket_capacity}"):
+        dynamic(bucket_capacity=bucket_capacity)
+
+
+def test_c27_ignored_constraints_warn() -> None:
+    constraint = dataclasses.replace(dynamic(), compute_kernels=["fused"])
+    with pytest.warns(UserWarning, match="'t' ignores compute_kernels"):
+        make_planner([config()], {"t": constraint})
+
+
+def test_c27_a_foreign_enumerator_warns() -> None:
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+
+    topology = Topology(world_size=1, compute_device="cpu")
+    with pytest.warns(UserWarning, match="counts dynamic tables as dense"):
+        DynamicEmbeddingShardingPlanner(
+            [config()], topology, enumerator=EmbeddingEnumerator(topology, 4), constraints={"t": dynamic()}
+        )
+
+
+def test_the_enumerator_searches_static_tables_as_torchrec_does() -> None:
+    topology = Topology(world_size=2, compute_device="cpu")
+    configs = [config(), config("static", 100)]
+    enumerator = DynamicEmbeddingEnumerator(topology, constraints={"t": dynamic()})
+    model = nn.Sequential(EmbeddingCollection(tables=configs, device=torch.device("meta")))
+    for _ in range(2):
+        options = enumerator.enumerate(model, [DynamicEmbeddingCollectionSharder()])
+        assert [o.sharding_type for o in options if o.name == "t"] == ["row_wise"]
+        assert [o.shards[0].size for o in options if o.name == "t"] == [[512, 8]]
+        assert len([o for o in options if o.name == "static"]) > 1
+
+
+def test_get_planner_plans_all_three_kinds() -> None:
+    configs = [
+        EmbeddingBagConfig(
+            name=name, num_embeddings=100, embedding_dim=8, feature_names=[f"f_{name}"], pooling=PoolingType.SUM
+        )
+        for name in ("dp", "dyn", "other")
+    ]
+    planner = get_planner(configs, {"dp"}, {"dyn": DynamicEmbTableOptions()}, torch.device("cpu"))
+    model = nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
+    plan = planner.plan(model, [DynamicEmbeddingBagCollectionSharder()]).plan["0"]
+    assert {name: entry.sharding_type for name, entry in plan.items()} == {
+        "dp": "data_parallel",
+        "dyn": "row_wise",
+        "other": "row_wise",
+    }
+    assert isinstance(plan["dyn"], DynamicEmbParameterSharding)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"u"}, {}), r"data_parallel_embedding_table_names names \['u'\]"),
+        ((set(), {"u": None}), r"dynamicemb_options_dict names \['u'\]"),
+        (({"t"}, {"t": None}), r"\['t'\] cannot be both"),
+    ],
+)
+def test_c04_get_planner_refuses_bad_names(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_planner([config()], *arguments, torch.device("cpu"))
+    with pytest.raises(ValueError, match="pipeline_type must be one of .*'fast'"):
+        get_planner([config()], set(), {}, torch.device("cpu"), pipeline_type="fast")
+
+
+def fail_to_plan(rank: int, world_size: int) -> str:
+    configs = [config(num_embeddings=20_000_000, dim=64)]
+    planner = make_planner(configs, {"t": dynamic()}, world_size=world_size, ddr_cap=GIB)
+    model = nn.Sequential(EmbeddingCollection(tables=configs, device=torch.device("meta")))
+    try:
+        planner.collective_plan(model, [DynamicEmbeddingCollectionSharder()])
+    except Exception as error:
+        return type(error).__name__
+    return "planned"
+
+
+def plan_badly(rank: int, world_size: int) -> None:
+    make_planner([config(dim=0)], {"t": dynamic()})
+
+
+@pytest.mark.distributed
+def test_c04_a_failed_plan_raises_on_every_rank(ranks: RankPool) -> None:  # noqa: F811
+    assert ranks.run(2, fail_to_plan) == ["PlannerError"] * 2
+    with pytest.raises(RankError, match=r"failed \(all: \[\d, \d\]\)(.|\n)*must be 1..2048"):
+        ranks.run(2, plan_badly)
+
+
+def test_static_constraints_are_left_to_torchrec() -> None:
+    configs = [config(), config("static", 100)]
+    constraints = {"t": dynamic(), "static": ParameterConstraints(sharding_types=["table_wise"])}
+    assert plan_of(make_planner(configs, constraints), configs)["static"].sharding_type == "table_wise"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "fbgemm", "torchrec", "problem"),
+    [
+        ("2.13.0+cpu", "1.8.0", "1.8.0", None),
+        ("2.11.0", "1.6.0", "1.6.1", None),
+        ("2.14.0", "1.9.0", "1.9.0", None),
+        ("2.13.0", "1.7.0", "1.8.0", "torch 2.13.0 needs fbgemm_gpu 1.8"),
+        ("2.12.1", "1.7.0", "1.8.0", "torch 2.12.1 needs torchrec 1.7"),
+        ("2.13.0", "1.6.0", "1.6.0", "needs fbgemm_gpu 1.8 and torchrec 1.8"),
+        ("2.10.0", "1.5.0", "1.5.0", "torch 2.11 or newer"),
+        ("2.13.0", None, "1.8.0", "missing: fbgemm_gpu"),
+    ],
+)
+def test_version_triples(torch_version: str, fbgemm: str | None, torchrec: str, problem: str | None) -> None:
+    found = find_mismatch({"torch": torch_version, "fbgemm_gpu": fbgemm, "torchrec": torchrec})
+    assert (found is None) if problem is None else (found is not None and problem in found)
