@@ -52,9 +52,11 @@ def test_option_fields_and_defaults_in_order():
         "dist_type": "roundrobin",
         "admit_strategy": None,
         "admission_counter": None,
+        "protect_steps": 0,
     }
     assert [f.name for f in fields(DynamicEmbTableOptions)][:3] == ["embedding_dtype", "dim", "max_capacity"]
-    assert fields(DynamicEmbTableOptions)[-1].name == "admission_counter"
+    # Ours come last, so that positional arguments keep their meaning.
+    assert [f.name for f in fields(DynamicEmbTableOptions)][-2:] == ["admission_counter", "protect_steps"]
 
 
 def test_default_initializers_are_not_shared():
