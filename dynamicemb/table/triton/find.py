@@ -18,7 +18,8 @@ from dynamicemb.table.triton.hashing import (
 from dynamicemb.table.triton.launch import launch, padded_tables
 from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, note
 
-# One warp per program and 64 ids per program were fastest on an H200 (16 x 32 to 256 tried).
+# On an H200, of 32 to 256 ids and 1 to 8 warps per program none is faster all round: 32 ids take 3 % less time where
+# all are found, and 10 % more where some are missing.
 _BLOCK = 64
 _NUM_WARPS = 1
 

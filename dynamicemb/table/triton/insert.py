@@ -9,7 +9,7 @@ from dynamicemb.table.triton.hashing import digest_of, group_of, mix
 from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
 
-# Small buckets are taken so many slots at a time: on an H200, 128 evict 15 % faster than 256 or 512.
+# Small buckets are taken so many slots at a time: on an H200, 256 and 512 take 20 % and 30 % longer to evict.
 _SLOTS = 128
 # Larger buckets are looked at by four warps, a tile after the other.
 _MOST_SLOTS_PER_WARP = 512
