@@ -7,8 +7,6 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from dynamicemb.table.index import Index
-
 # Programs of one warp that one multiprocessor holds at once.
 _PROGRAMS_PER_PROCESSOR = 32
 # The interpreter runs programs one after another; two are enough to test that they share the work.
@@ -38,11 +36,14 @@ def launch(
     if not isinstance(kernel, JITFunction):
         kernel[grid](*args, **constants, **options)
         return
-    words = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    words = []
     pointers = 0
-    for arg, word in zip(args, words):
-        if isinstance(arg, torch.Tensor):
+    for arg in args:
+        word = arg
+        if not isinstance(arg, int):
+            word = arg.data_ptr()
             pointers |= word
+        words.append(word)
     values = tuple(constants.values())
     key = (kernel, torch.cuda.current_device(), values, *options.values())
     compiled = _compiled.get(key) if pointers % _ALIGNMENT == 0 else None
@@ -83,12 +84,3 @@ def power_of_two(n: int) -> int:
 def padded_tables(num_tables: int) -> int:
     """Return T rounded up to a power of two; at least 16, so that small groups share their compiled kernels."""
     return max(16, power_of_two(num_tables))
-
-
-def strides(index: Index) -> dict[str, int]:
-    """Return the strides of an index's arrays in elements: keys and scores may be interleaved, and rows and tags.
-
-    Interleaved, a touch writes into the 32 bytes that the look-up has read anyway.
-    """
-    assert index.keys.stride() == index.scores.stride() and index.rows.stride() == index.tags.stride()
-    return {"KEY_STRIDE": index.keys.stride(0), "ROW_STRIDE": index.rows.stride(0)}
