@@ -11,9 +11,9 @@ from tests.conftest import HAS_CUDA
 from tests.row_cases import state_of, weights_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DIMS = (1, 3, 4, 16, 64, 100, 128, 257, 2048)
 CPU = torch.device("cpu")
 # The interpreter takes milliseconds for what a GPU does at once.
+DIMS = (1, 3, 4, 16, 64, 100, 128, 257, 2048) if HAS_CUDA else (1, 16, 100)
 BATCH_SIZE = 300 if HAS_CUDA else 7
 
 

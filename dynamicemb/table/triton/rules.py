@@ -30,8 +30,9 @@ def _power(BASE: tl.constexpr, exponent):
 
 @triton.jit
 def step_constants(
-    clock_ptr, learning_rate_ptr, weight_decay, KIND: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr
-):
+    clock_ptr, learning_rate_ptr, KIND: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
+):  # fmt: skip
     """Return what depends on the step alone, in fp32: step size, root correction, decay.
 
     Step size is the learning rate, for Adam / (1 - beta1^t); root correction 1 / sqrt(1 - beta2^t); decay the learning
@@ -40,7 +41,7 @@ def step_constants(
     rate = tl.load(learning_rate_ptr)
     step_size = rate
     root_correction = rate
-    decay = rate * weight_decay
+    decay = rate * WEIGHT_DECAY
     if KIND == _ADAM:
         t = tl.load(clock_ptr + _UPDATES)
         step_size = (rate.to(tl.float64) / (1.0 - _power(BETA1, t))).to(tl.float32)

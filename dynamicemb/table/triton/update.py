@@ -21,9 +21,9 @@ _LOCATED = 256
 _WAVES = 4
 # Values of a tile of whole segments.
 _FEW_TILE = 256
-# Values of a tile of partial sums, and who shares it.
+# Values of a tile of partial sums, and its warps: with one 19 us for 2,440 segments on an H200, with two 36, four 24.
 _COMBINE_TILE = 2048
-_COMBINE_WARPS = 2
+_COMBINE_WARPS = 1
 
 
 def _grid(device: torch.device, most: int, warps: int) -> tuple[int]:
@@ -77,7 +77,7 @@ def update(
     num_windows = num // PIECE + 1
     # First pieces, then all others: two pieces of either kind begin at least PIECE occurrences apart.
     partials = torch.empty(2, num_windows, shape.block_dim, dtype=torch.float32, device=grad.device)
-    common: Any = (
+    common = (
         lookup.ids,
         groups.order if table_keys is None else table_keys,
         clock,
@@ -86,7 +86,6 @@ def update(
         store.state_offsets,
         partials,
         num_windows,
-        *(float(x) for x in (spec.weight_decay, spec.eps, spec.beta1, 1 - spec.beta1, spec.beta2, 1 - spec.beta2)),
     )
     constants = _constants(spec, shape, stochastic)
     _launch_units(groups, lookup, spec, grad, common, constants)
@@ -107,8 +106,10 @@ def _constants(spec: OptimizerSpec, shape: RowShape, stochastic: bool) -> dict[s
     """Return the constexpr parameters of both kernels that apply an optimizer."""
     return {
         "KIND": int(spec.kind),
-        "BETA1": spec.beta1,
-        "BETA2": spec.beta2,
+        "BETA1": float(spec.beta1),
+        "BETA2": float(spec.beta2),
+        "EPS": float(spec.eps),
+        "WEIGHT_DECAY": float(spec.weight_decay),
         "DIM": shape.dim,
         "BLOCK_DIM": shape.block_dim,
         "STATE_OFFSET": shape.state_offset,
@@ -128,38 +129,9 @@ def _launch_units(
     common: tuple[Any, ...],
     constants: dict[str, Any],
 ) -> None:
-    """Find each occurrence's gradient, sum the units, apply whole segments."""
-    pooled = lookup.layout.pooling != POOLING_NONE
-    scaled = pooled and (lookup.layout.pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
-    num = lookup.rows.numel()
-    places = torch.empty(num, dtype=torch.int64, device=grad.device) if pooled else groups.order
-    scales = torch.empty(num, dtype=torch.float32, device=grad.device) if scaled else grad
-    if pooled:
-        layout, weights = lookup.layout, lookup.per_sample_weights
-        launch(
-            _locate_kernel,
-            (-(-num // _LOCATED),),
-            (
-                lookup.offsets.contiguous(),
-                layout.feature_tables,
-                layout.column_offsets,
-                places if weights is None else weights.contiguous(),
-                places,
-                scales,
-                num,
-                lookup.offsets.numel() - 1,
-                layout.batch_size,
-                layout.width,
-            ),
-            {
-                "MEAN": layout.pooling == POOLING_MEAN,
-                "WEIGHTED": weights is not None,
-                "SCALED": scaled,
-                "BLOCK": _LOCATED,
-            },
-            num_warps=2,
-        )
-    block_dim = constants["BLOCK_DIM"]
+    """Sum the units, apply whole segments."""
+    places, scales = _locate(lookup, grad.device)
+    num, block_dim = lookup.rows.numel(), constants["BLOCK_DIM"]
     warps = max(1, min(8, block_dim // 256))
     launch(
         _update_kernel,
@@ -169,24 +141,55 @@ def _launch_units(
             groups.order,
             groups.words,
             grad,
-            places,
-            scales,
+            groups.order if places is None else places,
+            grad if scales is None else scales,
             num,
-            float(spec.max_gradient),
             *common,
         ),
         {
             **constants,
             "GRADIENT": TRITON_DTYPES[grad.dtype],
-            "POOLED": pooled,
-            "SCALED": scaled,
-            "CLIP": spec.gradient_clipping and spec.max_gradient > 0,
+            "POOLED": places is not None,
+            "SCALED": scales is not None,
+            "CLIP": float(spec.max_gradient) if spec.gradient_clipping else 0.0,
             "AT_ONCE": max(4, min(16, 1024 // block_dim)),
             "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
         },
         num_warps=warps,
         enable_fp_fusion=False,
     )
+
+
+def _locate(lookup: Lookup, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return where in ``[B, total_D]`` each occurrence's gradient starts, i64 ``[N]``, and its factor, f32 ``[N]``.
+
+    Without pooling the first is None: the gradients lie one after another; where all factors are 1 the second is None.
+    """
+    layout, weights, num = lookup.layout, lookup.per_sample_weights, lookup.rows.numel()
+    if layout.pooling == POOLING_NONE:
+        return None, None
+    mean = layout.pooling == POOLING_MEAN
+    places = torch.empty(num, dtype=torch.int64, device=device)
+    scales = torch.empty(num, device=device) if mean or weights is not None else None
+    launch(
+        _locate_kernel,
+        (-(-num // _LOCATED),),
+        (
+            lookup.offsets.contiguous(),
+            layout.feature_tables,
+            layout.column_offsets,
+            places if weights is None else weights.contiguous(),
+            places,
+            places if scales is None else scales,
+            num,
+            lookup.offsets.numel() - 1,
+            layout.batch_size,
+            layout.width,
+        ),
+        {"MEAN": mean, "WEIGHTED": weights is not None, "SCALED": scales is not None, "BLOCK": _LOCATED},
+        num_warps=2,
+    )
+    return places, scales
 
 
 @triton.jit(do_not_specialize=["num", "num_bags", "batch_size", "width"])
@@ -235,11 +238,11 @@ def _gradients(
     i, present, column, columns, grads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
     POOLED: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 gradients ``[R, D]`` of occurrences ``i [R]``, clamped and scaled; zero where not ``present``.
+    """Return the fp32 gradients ``[R, D]`` of occurrences ``i [R]``, clamped to +-CLIP if it is > 0, scaled.
 
-    ``columns`` says which columns the rows have; ``grads`` is ``(grad_ptr, places_ptr, scales_ptr, max_gradient)``.
+    ``columns`` says which columns the rows have; ``grads`` is ``(grad_ptr, places_ptr, scales_ptr)``.
     """
-    grad_ptr, places_ptr, scales_ptr, max_gradient = grads
+    grad_ptr, places_ptr, scales_ptr = grads
     if POOLED:
         place = tl.multiple_of(tl.load(places_ptr + i, mask=present, other=0), ALIGNMENT)
     else:
@@ -248,10 +251,10 @@ def _gradients(
     if BLOCK_DIM != DIM:
         mask = mask & columns
     values = stream_float(grad_ptr + place[:, None] + column, mask)
-    if CLIP:
+    if CLIP > 0:
         # Comparisons with NaN are false: NaN stays.
-        values = tl.where(values > max_gradient, max_gradient, values)
-        values = tl.where(values < -max_gradient, -max_gradient, values)
+        values = tl.where(values > CLIP, CLIP, values)
+        values = tl.where(values < -CLIP, -CLIP, values)
     if SCALED:
         values *= tl.load(scales_ptr + i, mask=present, other=0.0)[:, None]
     return values
@@ -340,7 +343,6 @@ def _update_kernel(
     places_ptr,
     scales_ptr,
     num,
-    max_gradient,
     ids_ptr,
     keys_ptr,
     clock_ptr,
@@ -349,15 +351,11 @@ def _update_kernel(
     state_offsets_ptr,
     partials_ptr,
     num_windows,
-    weight_decay,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
     KIND: tl.constexpr,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     STATE_OFFSET: tl.constexpr,
@@ -373,11 +371,11 @@ def _update_kernel(
     AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    constants = step_constants(clock_ptr, learning_rate_ptr, weight_decay, KIND, BETA1, BETA2)
-    settings = (eps, beta1, rest1, beta2, rest2)
+    constants = step_constants(clock_ptr, learning_rate_ptr, KIND, BETA1, BETA2, WEIGHT_DECAY)
+    settings = (EPS, BETA1, 1 - BETA1, BETA2, 1 - BETA2)
     addresses_ptr = words_ptr + num
     lists = (counts_ptr, order_ptr, words_ptr, addresses_ptr, addresses_ptr + num, num)
-    grads = (grad_ptr, places_ptr, scales_ptr, max_gradient)
+    grads = (grad_ptr, places_ptr, scales_ptr)
     random = (ids_ptr, keys_ptr, clock_ptr)
     places = (dims_ptr, state_offsets_ptr)
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -406,15 +404,11 @@ def _combine_kernel(
     state_offsets_ptr,
     partials_ptr,
     num_windows,
-    weight_decay,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
     KIND: tl.constexpr,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     STATE_OFFSET: tl.constexpr,
@@ -425,8 +419,8 @@ def _combine_kernel(
     PIECE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    constants = step_constants(clock_ptr, learning_rate_ptr, weight_decay, KIND, BETA1, BETA2)
-    settings = (eps, beta1, rest1, beta2, rest2)
+    constants = step_constants(clock_ptr, learning_rate_ptr, KIND, BETA1, BETA2, WEIGHT_DECAY)
+    settings = (EPS, BETA1, 1 - BETA1, BETA2, 1 - BETA2)
     random = (ids_ptr, keys_ptr, clock_ptr)
     places = (dims_ptr, state_offsets_ptr)
     column = tl.arange(0, BLOCK_DIM)[None, :]
