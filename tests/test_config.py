@@ -170,6 +170,7 @@ CHANGES = {
     "dist_type": "continuous",
     "admit_strategy": AdmitAll(),
     "admission_counter": object(),
+    "protect_steps": 2,
 }
 GROUPED = {
     "training",
@@ -180,6 +181,7 @@ GROUPED = {
     "score_strategy",
     "admit_strategy",
     "bucket_capacity",
+    "protect_steps",
 }
 
 
