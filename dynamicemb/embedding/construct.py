@@ -224,8 +224,8 @@ def _check_gpu_memory(
     allowed = sum(option.local_hbm_for_values for option in options)
     if 0 < allowed < row_bytes:
         raise UnsupportedOptionError(
-            f"local_hbm_for_values={allowed} is less than the {row_bytes} bytes of all rows: rows in host memory are not "
-            "available in this version; set it to 0 or at least to that number, or lower max_capacity"
+            f"local_hbm_for_values={allowed} is less than the {row_bytes} bytes of all rows: rows in host memory are "
+            "not available in this version; set it to 0 or at least to that number, or lower max_capacity"
         )
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
