@@ -244,7 +244,8 @@ def _pool_weights_grad_kernel(
     if DIM == 0:
         dim = tl.load(dims_ptr + table)
     inside = column < dim
-    grad = load_float(grad_ptr + place + column, inside & (begin < end))
+    # Empty bags read nothing.
+    grad = load_float(grad_ptr + place + column, column < tl.where(begin < end, dim, 0))
     scale = 1.0
     if MEAN:
         scale = tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32))
