@@ -55,22 +55,25 @@ def reason_to_skip(backend: str) -> str | None:
 
 
 @pytest.fixture(params=["cpu", "interpret", pytest.param("cuda", marks=pytest.mark.cuda)])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once per backend: `cpu` (numba), `interpret` (Triton on the CPU), `cuda` (Triton compiled).
-
-    New tensors are made where the backend's tables live.
-    """
+def backend(request: pytest.FixtureRequest) -> str:
+    """Run the test once per backend: `cpu` (numba), `interpret` (Triton on the CPU), `cuda` (Triton compiled)."""
     reason = reason_to_skip(request.param)
     if reason:
         pytest.skip(f"{request.param}: {reason}")
-    with torch.device("cuda" if request.param == "cuda" else "cpu"):
-        yield request.param
+    return request.param
 
 
 @pytest.fixture
 def device(backend: str) -> torch.device:
     """Return the device on which the tensors of `backend` live."""
     return torch.device("cuda" if backend == "cuda" else "cpu")
+
+
+@pytest.fixture
+def tensors_on_device(device: torch.device) -> Iterator[None]:
+    """Make new tensors where the backend's tables live."""
+    with device:
+        yield
 
 
 def drop_stale_kernels() -> None:

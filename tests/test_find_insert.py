@@ -9,6 +9,7 @@ from dynamicemb.table.reference import ReferenceTable
 from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from tests.tables import make_group, ranges
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 INT64 = np.iinfo(np.int64)
 EXTREME = [-4, -3, -2, -1, 0, 1, INT64.min, INT64.min + 1, INT64.max, INT64.max - 1]
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.machine import TableMachine
 
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 EXAMPLES = {"cpu": (300, 50), "interpret": (20, 10), "cuda": (300, 50)}
 
 

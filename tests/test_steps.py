@@ -47,7 +47,7 @@ def test_a_copy_has_no_outstanding_steps() -> None:
     assert not step.finished
 
 
-def test_c07_protection_survives_rebasing(backend: str) -> None:
+def test_c07_protection_survives_rebasing(backend: str, tensors_on_device: None) -> None:
     group = make_group(backend, [16])
     # As if 2^30 steps had passed; the last two are outstanding.
     group.steps.current = REBASE_AT - 2
