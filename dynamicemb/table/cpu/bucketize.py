@@ -29,8 +29,8 @@ def bucketize(
     """
     num_occurrences = owners.numel()
     counts = np.zeros((world_size, lengths.numel()), dtype=np.int64)
-    order = torch.empty(num_occurrences, dtype=torch.int64)
-    position = torch.empty(num_occurrences, dtype=torch.int64)
+    order = torch.empty(num_occurrences, dtype=torch.int64, device="cpu")
+    position = torch.empty(num_occurrences, dtype=torch.int64, device="cpu")
     if num_occurrences:
         offsets = np.zeros(lengths.numel() + 1, dtype=np.int64)
         np.cumsum(lengths.numpy(), out=offsets[1:])

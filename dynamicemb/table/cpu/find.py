@@ -40,7 +40,7 @@ def find(
     Concurrency: lanes write scores and tags of the same slot with the same value, or add atomically.
     """
     num_ids = ids.numel()
-    rows = torch.empty(num_ids, dtype=torch.int32)
+    rows = torch.empty(num_ids, dtype=torch.int32, device="cpu")
     if num_ids == 0:
         return rows
     parts = num_parts(num_ids, 1024)

@@ -47,10 +47,10 @@ def gather(
     Host sync: none (CPU). Bytes moved: N * D * (weight size + output size) + 4 N.
     """
     num_rows, dim = rows.numel(), store.formats[0].dim
-    out = torch.empty(num_rows, dim, dtype=output_dtype)
+    out = torch.empty(num_rows, dim, dtype=output_dtype, device="cpu")
     if num_rows:
         num_parts = get_num_threads()
-        scratch = torch.empty(num_parts * dim)
+        scratch = torch.empty(num_parts * dim, dtype=torch.float32, device="cpu")
         rows, table_ranges, missing_values = rows.contiguous(), table_ranges.contiguous(), missing_values.contiguous()
         inputs = (rows.data_ptr(), num_rows, table_ranges.data_ptr(), missing_values.data_ptr())
         outputs = (out.data_ptr(), DTYPE_CODES[output_dtype], scratch.data_ptr(), dim)

@@ -13,6 +13,7 @@ from numba import njit, prange
 
 from dynamicemb.table.cpu.memory import BF16, F16, F32, f32_at, f32_to_bf16, f32_to_f16, u16_at
 from dynamicemb.table.cpu.philox import philox4x32
+from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.initializers import CONSTANT, DEBUG_MODULUS, NORMAL, TRUNCATED_NORMAL, UNIFORM, InitializerTable
 from dynamicemb.table.rows import RowStore
 
@@ -215,6 +216,7 @@ def _numpy_views(initializers: InitializerTable) -> _Initializers:
     return _Initializers(initializers.modes.numpy(), initializers.params.numpy(), initializers.keys.numpy())
 
 
+@launcher("rows")
 def initialize(
     store: RowStore,
     initializers: InitializerTable,
@@ -254,6 +256,7 @@ def initialize(
     )
 
 
+@launcher("ids")
 def initial_values(initializers: InitializerTable, table: int, ids: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the initial weights of ids, before rounding to the table's dtype.
 
@@ -266,6 +269,6 @@ def initial_values(initializers: InitializerTable, table: int, ids: torch.Tensor
     Returns:
         f32 ``[N, D]``.
     """
-    output = torch.empty(ids.numel(), dim, dtype=torch.float32)
+    output = torch.empty(ids.numel(), dim, dtype=torch.float32, device="cpu")
     _initial_values(_numpy_views(initializers), table, ids.numpy(), output.numpy())
     return output

@@ -50,7 +50,7 @@ def insert(
     """
     missing = np.flatnonzero(rows.numpy() < 0)
     if not missing.size:
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return InsertResult(nothing, nothing, nothing, nothing)
     outcome = np.zeros(missing.size, np.uint8)
     victims = np.zeros((2, missing.size), np.int64)

@@ -115,11 +115,11 @@ def pool(
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     bags = bags_view(rows, offsets, layout, per_sample_weights)
-    out = torch.empty(layout.batch_size, bags.width, dtype=output_dtype)
+    out = torch.empty(layout.batch_size, bags.width, dtype=output_dtype, device="cpu")
     if out.numel():
         num_parts = get_num_threads()
         scratch_dim = max(row_format.dim for row_format in store.formats)
-        scratch = torch.empty(num_parts * scratch_dim)
+        scratch = torch.empty(num_parts * scratch_dim, dtype=torch.float32, device="cpu")
         outputs = (out.data_ptr(), DTYPE_CODES[output_dtype], scratch.data_ptr(), scratch_dim)
         _pool(store_view(store), bags, missing_values.data_ptr(), outputs, num_parts)
     return out
@@ -215,11 +215,11 @@ def pool_weights_grad(
     Host sync: none (CPU). Bytes moved: N * D * weight size + B * total_D * gradient size + 8 N.
     """
     rows, offsets, grad = rows.contiguous(), offsets.contiguous(), grad.contiguous()
-    out = torch.empty(rows.numel(), dtype=torch.float32)
+    out = torch.empty(rows.numel(), dtype=torch.float32, device="cpu")
     if out.numel():
         num_parts = get_num_threads()
         scratch_dim = max(row_format.dim for row_format in store.formats)
-        scratch = torch.empty(num_parts * 2 * scratch_dim)
+        scratch = torch.empty(num_parts * 2 * scratch_dim, dtype=torch.float32, device="cpu")
         gradient = (grad.data_ptr(), DTYPE_CODES[grad.dtype], scratch.data_ptr(), scratch_dim)
         _pool_weights_grad(store_view(store), bags_view(rows, offsets, layout), gradient, out.numpy(), num_parts)
     return out

@@ -34,8 +34,8 @@ def read_rows(store: RowStore, table: int, rows: torch.Tensor) -> tuple[torch.Te
         ``(weights f32[M, D], state f32[M, num_state])``.
     """
     row_format = store.formats[table]
-    weights = torch.empty(rows.numel(), row_format.dim)
-    state = torch.empty(rows.numel(), row_format.num_state)
+    weights = torch.empty(rows.numel(), row_format.dim, dtype=torch.float32, device="cpu")
+    state = torch.empty(rows.numel(), row_format.num_state, dtype=torch.float32, device="cpu")
     _read_kernel(*_place_of(store, table), rows.numpy(), weights.numpy(), state.numpy())
     return weights, state
 
@@ -54,7 +54,7 @@ def write_rows(
         state: f32 ``[M, num_state]``, or None to leave the optimizer state as it is.
     """
     if state is None:
-        state = torch.empty(rows.numel(), 0)
+        state = torch.empty(rows.numel(), 0, dtype=torch.float32, device="cpu")
     _write_kernel(*_place_of(store, table), rows.numpy(), weights.contiguous().numpy(), state.contiguous().numpy())
 
 

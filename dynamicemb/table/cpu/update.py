@@ -117,9 +117,9 @@ def _launch(
     if weights is not None:
         weights = weights.contiguous()
     num_located = 0 if lookup.layout.pooling == POOLING_NONE else lookup.rows.numel()
-    positions = torch.empty(num_located, dtype=torch.int64)
-    scales = torch.empty(num_located)
-    scratch = torch.empty(num_parts * 3 * scratch_dim)
+    positions = torch.empty(num_located, dtype=torch.int64, device="cpu")
+    scales = torch.empty(num_located, dtype=torch.float32, device="cpu")
+    scratch = torch.empty(num_parts * 3 * scratch_dim, dtype=torch.float32, device="cpu")
     gradient = GradientView(
         grad=grad.data_ptr(),
         dtype=DTYPE_CODES[grad.dtype],
