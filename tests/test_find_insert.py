@@ -95,8 +95,10 @@ def test_c02_repeated_ids_share_one_row(backend: str) -> None:
 
 
 @pytest.mark.parametrize("bucket_capacity", [16, 112, 128, 1024])
-def test_c03_a_table_can_be_filled_to_the_last_slot(bucket_capacity: int) -> None:
-    group = make_group("cpu", [bucket_capacity * 2], bucket_capacity=bucket_capacity)
+def test_c03_a_table_can_be_filled_to_the_last_slot(backend: str, bucket_capacity: int) -> None:
+    if backend == "interpret" and bucket_capacity > 16:
+        pytest.skip("interpret: thousands of ids take minutes")
+    group = make_group(backend, [bucket_capacity * 2], bucket_capacity=bucket_capacity)
     group.begin_step()
     group.find_or_insert(torch.arange(20 * bucket_capacity), ranges(20 * bucket_capacity))
     assert group.size(0) == 2 * bucket_capacity
