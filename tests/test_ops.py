@@ -94,3 +94,14 @@ def test_update_op(group) -> None:
     library.update(*args)
     # The bag has two ids, so each gets half of the gradient.
     assert torch.equal(group.read(0, rows[:1])[0], before - 0.25)
+
+
+def test_find_or_insert_op(group) -> None:
+    library = torch.ops.dynamicemb
+    ids, table_ranges, initializers = torch.tensor([1, 9, 3, 4, 9]), ranges(3, 2), group.initializers
+    args = (*ops.index_arguments(group.index), *ops.store_arguments(group.store))
+    args = (*args, initializers.modes, initializers.params, initializers.keys, ids, table_ranges, None, torch.zeros(2))
+    torch.library.opcheck(library.find_or_insert, args, test_utils=CHECKS)
+    group.erase(0, torch.tensor([9]))
+    rows, new, *_ = library.find_or_insert(*args)
+    assert torch.equal(rows, group.find(ids, table_ranges)) and new.tolist() == [1]

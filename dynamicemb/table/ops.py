@@ -30,6 +30,8 @@ _SCHEMAS = {
     "find_and_touch": f"({_INDEX.format('(a!)')}, {_BATCH}, Tensor? frequencies) -> Tensor",
     "insert": f"({_INDEX.format('(a!)')}, {_BATCH}, Tensor(b!) rows, Tensor? frequencies)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    "find_or_insert": f"({_INDEX.format('(a!)')}, {_STORE.format('(b!)')}, Tensor modes, Tensor params, Tensor keys,"
+    f" {_BATCH}, Tensor? frequencies, Tensor state_values) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "erase": f"({_INDEX.format('(a!)')}, {_BATCH}) -> Tensor",
     "scan": f"({_INDEX.format('')}, int table, int min_score) -> Tensor",
     "initialize": f"({_STORE.format('(a!)')}, Tensor modes, Tensor params, Tensor keys, Tensor rows, Tensor ids,"
@@ -110,6 +112,14 @@ def _insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tenso
     return tuple(kernels_for(ids.device).insert(_index(index, bucket_capacity, accumulate), ids, *rest))
 
 
+def _find_or_insert(index: Any, bucket_capacity: int, accumulate: bool, *rest: Any) -> Any:
+    store, (modes, params, keys, *batch) = _store(*rest[:5]), rest[5:]
+    rows, events = kernels_for(store.device).find_or_insert(
+        _index(index, bucket_capacity, accumulate), store, InitializerTable(modes, params, keys), *batch
+    )
+    return rows, *events.result()
+
+
 def _erase(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
     return kernels_for(ids.device).erase(_index(index, bucket_capacity, accumulate), ids, ranges)
 
@@ -166,6 +176,11 @@ def _fake_insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.
     return tuple(ids.new_empty(size) for size in (new, evicted, evicted, evicted))
 
 
+def _fake_find_or_insert(*args: Any) -> Any:
+    ids = args[11]
+    return _fake_rows(None, 0, False, ids), *_fake_insert(None, 0, False, ids)
+
+
 def _fake_erase(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
     return ids.new_empty(ids.shape, dtype=torch.bool)
 
@@ -192,6 +207,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "find": (_find, _fake_rows),
     "find_and_touch": (_find_and_touch, _fake_rows),
     "insert": (_insert, _fake_insert),
+    "find_or_insert": (_find_or_insert, _fake_find_or_insert),
     "erase": (_erase, _fake_erase),
     "scan": (_scan, _fake_scan),
     "initialize": (_initialize, lambda *args: None),
@@ -204,6 +220,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
     _implementation, _fake = _IMPLEMENTATIONS[_name]
-    for _key in ("CPU", "CUDA"):
+    # On a GPU, insert is a part of find_or_insert.
+    for _key in ("CPU",) if _name == "insert" else ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _key)
     torch.library.register_fake(f"dynamicemb::{_name}", _fake, lib=_library)
