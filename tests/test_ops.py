@@ -104,4 +104,4 @@ def test_find_or_insert_op(group) -> None:
     torch.library.opcheck(library.find_or_insert, args, test_utils=CHECKS)
     group.erase(0, torch.tensor([9]))
     rows, new, *_ = library.find_or_insert(*args)
-    assert torch.equal(rows, group.find(ids, table_ranges)) and new.tolist() == [1]
+    assert torch.equal(rows, group.find(ids, table_ranges)) and new.tolist() == [1, 4]
