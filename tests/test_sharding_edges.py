@@ -40,3 +40,25 @@ def look_up_unsigned(rank: int, world_size: int, case: Case) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_c01_uint64_ids_are_their_bit_pattern(ranks: RankPool, case: Case, world_size: int) -> None:  # noqa: F811
     ranks.run(world_size, look_up_unsigned, case)
+
+
+def vary_stride(rank: int, world_size: int, case: Case) -> list[tuple[int, ...]]:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    # Feature f0 has 2 distinct samples, f1 one; the other rank has none at all.
+    strides, inverse = ([2, 1], [[0, 1], [0, 0]]) if rank == 0 else ([0, 0], [[], []])
+    batch = KeyedJaggedTensor(
+        keys=["f0", "f1"],
+        values=torch.arange(2 * sum(strides)),
+        lengths=torch.full((sum(strides),), 2),
+        stride_per_key_per_rank=[[stride] for stride in strides],
+        inverse_indices=(["f0", "f1"], torch.tensor(inverse, dtype=torch.int64)),
+    )
+    outputs = outputs_of(case, build(case, world_size)(batch))
+    sum(value.sum() for value in outputs.values()).backward()
+    return [tuple(outputs[name].shape) for name in ("f0", "f1")]
+
+
+@pytest.mark.parametrize("name", ["ec", "ec-dedup"])
+def test_c03_a_rank_may_be_empty_in_a_variable_batch(ranks: RankPool, name: str) -> None:  # noqa: F811
+    assert ranks.run(2, vary_stride, CASES[name]) == [[(4, 4), (4, 4)], [(0, 4), (0, 4)]]
