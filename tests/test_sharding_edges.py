@@ -62,3 +62,36 @@ def vary_stride(rank: int, world_size: int, case: Case) -> list[tuple[int, ...]]
 @pytest.mark.parametrize("name", ["ec", "ec-dedup"])
 def test_c03_a_rank_may_be_empty_in_a_variable_batch(ranks: RankPool, name: str) -> None:  # noqa: F811
     assert ranks.run(2, vary_stride, CASES[name]) == [[(4, 4), (4, 4)], [(0, 4), (0, 4)]]
+
+
+def train_on_several_backends(rank: int, world_size: int) -> None:
+    from torchrec.distributed.types import ShardingEnv
+
+    from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+
+    case = CASES["ebc"]
+    model = build(case, world_size)
+    # What init_process_group() without a backend, and "cpu:gloo,cuda:nccl", give: no group is called "gloo" then.
+    group = dist.new_group(list(range(world_size)), backend="cpu:gloo")
+    assert dist.get_backend(group) != "gloo"
+    sharder = DynamicEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1, "seed": 20250})
+    unsharded = build_unsharded(case)
+    env = ShardingEnv.from_process_group(group)
+    sharded = sharder.shard(unsharded, model.plan.plan["collection"], env, torch.device("cpu"))
+    uneven = Case(case.tables, pooled=True, batch_sizes=(3, 0, 5))
+    batch = make_batch(uneven, 0, rank)
+    expected, outputs = outputs_of(case, model(make_kjt(batch))), outputs_of(case, sharded(make_kjt(batch)))
+    assert all(torch.equal(value, outputs[name]) for name, value in expected.items())
+    sum(value.sum() for value in outputs.values()).backward()
+
+
+def build_unsharded(case: Case) -> nn.Module:
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    from tests.sharded_model import embedding_configs
+
+    return EmbeddingBagCollection(tables=embedding_configs(case), device=torch.device("meta"))
+
+
+def test_c03_uneven_batches_in_a_group_of_several_backends(ranks: RankPool) -> None:  # noqa: F811
+    ranks.run(2, train_on_several_backends)
