@@ -95,3 +95,32 @@ def build_unsharded(case: Case) -> nn.Module:
 
 def test_c03_uneven_batches_in_a_group_of_several_backends(ranks: RankPool) -> None:  # noqa: F811
     ranks.run(2, train_on_several_backends)
+
+
+def plan_for_others(rank: int, world_size: int, planned_for: int) -> list[str]:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import Topology
+
+    from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
+    from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+
+    collection = build_unsharded(Case((A,), pooled=True))
+    model, sharders = nn.Sequential(collection), [DynamicEmbeddingBagCollectionSharder()]
+    planner = DynamicEmbeddingShardingPlanner(
+        collection.embedding_bag_configs(),
+        topology=Topology(world_size=planned_for, compute_device="cpu"),
+        constraints={"a": DynamicEmbParameterConstraints(use_dynamicemb=True)},
+    )
+    with pytest.raises(ValueError) as collective:
+        planner.collective_plan(model, sharders)
+    with pytest.raises(ValueError) as alone:
+        plan = planner.plan(model, sharders)
+        DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return [str(collective.value), str(alone.value)]
+
+
+@pytest.mark.parametrize("planned_for", [1, 3])
+def test_c04_a_plan_for_another_number_of_ranks_is_refused(ranks: RankPool, planned_for: int) -> None:  # noqa: F811
+    for collective, alone in ranks.run(2, plan_for_others, planned_for):
+        assert f"topology has world_size={planned_for} but the process group has 2 ranks" in collective
+        assert f"dynamic table 'a' is planned for {planned_for} ranks but the process group has 2" in alone

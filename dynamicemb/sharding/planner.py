@@ -82,9 +82,8 @@ class DynamicEmbeddingShardingPlanner:
         for name, constraint in constraints.items():
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 _check_constraint(name, constraint)
-                self._options[name] = table_options_on_rank(
-                    configs[name], constraint.dynamicemb_options, self._topology.world_size
-                )
+                options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
+                self._options[name] = options
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
         elif not isinstance(enumerator, DynamicEmbeddingEnumerator) and self._options:
@@ -127,12 +126,18 @@ class DynamicEmbeddingShardingPlanner:
             pg: default: all ranks.
 
         Raises:
+            ValueError: the topology has another number of ranks than the process group.
             Exception: what rank 0 raised, on every rank; nobody waits for a plan that does not come.
         """
         group = pg or dist.GroupMember.WORLD
         if group is None:
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group() first, or use plan() in one process"
+            )
+        if self._topology.world_size != dist.get_world_size(group):
+            raise ValueError(
+                f"topology has world_size={self._topology.world_size} but the process group has "
+                f"{dist.get_world_size(group)} ranks; give the planner a topology of the ranks that share the tables"
             )
         answer: list[Any] = [None, None]
         if dist.get_rank(group) == 0:
