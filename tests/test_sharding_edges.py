@@ -97,6 +97,14 @@ def test_c03_uneven_batches_in_a_group_of_several_backends(ranks: RankPool) -> N
     ranks.run(2, train_on_several_backends)
 
 
+class UnsendableError(Exception):
+    """Can be pickled by nobody."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.reason = lambda: text
+
+
 def plan_for_others(rank: int, world_size: int, planned_for: int) -> list[str]:
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
@@ -124,3 +132,26 @@ def test_c04_a_plan_for_another_number_of_ranks_is_refused(ranks: RankPool, plan
     for collective, alone in ranks.run(2, plan_for_others, planned_for):
         assert f"topology has world_size={planned_for} but the process group has 2 ranks" in collective
         assert f"dynamic table 'a' is planned for {planned_for} ranks but the process group has 2" in alone
+
+
+def fail_unsendably(rank: int, world_size: int) -> None:
+    from torchrec.distributed.planner import Topology
+
+    from dynamicemb.planner import DynamicEmbeddingShardingPlanner
+
+    class Partitioner:
+        def partition(self, *args: Any, **kwargs: Any) -> Any:
+            raise UnsendableError("no way")
+
+    collection = build_unsharded(Case((A,), pooled=True))
+    planner = DynamicEmbeddingShardingPlanner(
+        collection.embedding_bag_configs(),
+        topology=Topology(world_size=world_size, compute_device="cpu"),
+        partitioner=Partitioner(),
+    )
+    with pytest.raises(RuntimeError, match="rank 0 could not plan: UnsendableError: no way"):
+        planner.collective_plan(nn.Sequential(collection))
+
+
+def test_c04_an_error_that_cannot_be_pickled_reaches_every_rank(ranks: RankPool) -> None:  # noqa: F811
+    ranks.run(2, fail_unsendably)

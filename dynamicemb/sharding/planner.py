@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import pickle
 import warnings
 from typing import Any
 
@@ -144,7 +145,7 @@ class DynamicEmbeddingShardingPlanner:
             try:
                 answer = [self._plan_static(module, sharders), None]
             except Exception as error:
-                answer = [None, error]
+                answer = [None, _sendable(error)]
         dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
         plan, failure = answer
         if failure is not None:
@@ -195,6 +196,15 @@ class DynamicEmbeddingShardingPlanner:
             dynamicemb_options=options,
             group=group,
         )
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error that survives pickling: the same one, or one with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"rank 0 could not plan: {type(error).__name__}: {error}")
+    return error
 
 
 def memory_report(memory: dict[str, TableMemory]) -> str:
