@@ -155,3 +155,27 @@ def fail_unsendably(rank: int, world_size: int) -> None:
 
 def test_c04_an_error_that_cannot_be_pickled_reaches_every_rank(ranks: RankPool) -> None:  # noqa: F811
     ranks.run(2, fail_unsendably)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_capacity": 333}, "max_capacity=333 of dynamic table 'a' has no effect: num_embeddings makes it 512"),
+        ({"init_capacity": 1024}, "init_capacity=1024 of dynamic table 'a' is lowered to 512"),
+    ],
+)
+def test_c27_capacities_that_the_config_overrules_warn(options: dict[str, int], message: str) -> None:
+    from torchrec.distributed.planner import Topology
+
+    from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
+    from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
+
+    constraint = DynamicEmbParameterConstraints(
+        use_dynamicemb=True, dynamicemb_options=DynamicEmbTableOptions(**options)
+    )
+    with pytest.warns(UserWarning, match=message):
+        DynamicEmbeddingShardingPlanner(
+            build_unsharded(Case((A,), pooled=True)).embedding_bag_configs(),
+            topology=Topology(world_size=2, compute_device="cpu"),
+            constraints={"a": constraint},
+        )

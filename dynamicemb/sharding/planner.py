@@ -84,6 +84,7 @@ class DynamicEmbeddingShardingPlanner:
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 _check_constraint(name, constraint)
                 options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
+                _warn_about_capacities(name, constraint.dynamicemb_options, options)
                 self._options[name] = options
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
@@ -249,6 +250,24 @@ def _check_constraint(name: str, constraint: DynamicEmbParameterConstraints) -> 
     given = [f"{key}={value}" for key, value in idle.items() if value is not None]
     if given:
         warnings.warn(f"dynamic table {name!r} ignores {', '.join(given)}; leave it None", UserWarning, stacklevel=3)
+
+
+def _warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: DynamicEmbTableOptions) -> None:
+    """Warn about capacities that the embedding config overrules."""
+    if given.max_capacity not in (None, planned.max_capacity):
+        warnings.warn(
+            f"max_capacity={given.max_capacity} of dynamic table {name!r} has no effect: num_embeddings makes it "
+            f"{planned.max_capacity} on each rank; leave max_capacity None and set num_embeddings",
+            UserWarning,
+            stacklevel=3,
+        )
+    if given.init_capacity is not None and given.init_capacity > (planned.max_capacity or 0):
+        warnings.warn(
+            f"init_capacity={given.init_capacity} of dynamic table {name!r} is lowered to {planned.max_capacity}, the "
+            "most rows that num_embeddings allows on each rank; lower init_capacity",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _default_topology() -> Topology:
