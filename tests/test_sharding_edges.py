@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import RankPool, ranks  # noqa: F401
-from tests.sharded_model import Case, Table, build, exported, make_batch, make_kjt, outputs_of
+from tests.sharded_model import Case, Table, build, dynamic_modules, exported, make_batch, make_kjt, outputs_of
 
 pytestmark = pytest.mark.distributed
 
@@ -95,6 +95,23 @@ def build_unsharded(case: Case) -> nn.Module:
 
 def test_c03_uneven_batches_in_a_group_of_several_backends(ranks: RankPool) -> None:  # noqa: F811
     ranks.run(2, train_on_several_backends)
+
+
+def schedule_a_tensor(rank: int, world_size: int) -> None:
+    model = build(CASES["ebc"], world_size)
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(model.fused_optimizer, step_size=1, gamma=0.5)
+    rates = []
+    for _ in range(3):
+        model.fused_optimizer.step()
+        rates.append({tables.optimizer.learning_rate for tables in dynamic_modules(model)})
+        scheduler.step()
+    assert rates == [{0.5}, {0.25}, {0.125}]
+
+
+def test_a_learning_rate_may_be_a_tensor_that_changes_in_place(ranks: RankPool) -> None:  # noqa: F811
+    ranks.run(1, schedule_a_tensor)
 
 
 class UnsendableError(Exception):
