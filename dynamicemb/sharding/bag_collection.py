@@ -86,7 +86,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
-        check_env(env)
+        check_env(env, sharding_infos)
         share_seed(sharding_infos, env, device)
         return DynamicRwPooledSharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 

@@ -77,7 +77,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         """Make the sharding of a group of tables."""
         if sharding_type != DYNAMIC_ROW_WISE:
             return super().create_embedding_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
-        check_env(env)
+        check_env(env, sharding_infos)
         share_seed(sharding_infos, env, device)
         return DynamicRwSequenceSharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 

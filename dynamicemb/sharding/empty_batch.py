@@ -6,7 +6,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 def pad_empty_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a batch of one sample without ids for a batch of none; other batches as they are."""
-    if features.variable_stride_per_key() or features.stride() > 0:
+    if features.variable_stride_per_key():
+        batch_size = max(features.stride_per_key(), default=0)
+    else:
+        batch_size = features.stride()
+    if batch_size > 0:
         return features
     lengths = features.lengths().new_zeros(len(features.keys()))
     return KeyedJaggedTensor(

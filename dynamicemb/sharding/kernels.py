@@ -35,9 +35,10 @@ class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
 
     def push_learning_rate(self) -> None:
         """Hand the learning rate on if it changed."""
-        learning_rate = next(iter(self.param_groups))["lr"]
+        # A number: schedulers change a rate that is a tensor in place.
+        learning_rate = float(next(iter(self.param_groups))["lr"])
         if learning_rate != self._pushed:
-            self._emb_module.set_learning_rate(float(learning_rate))
+            self._emb_module.set_learning_rate(learning_rate)
             self._pushed = learning_rate
 
     def step(self, closure: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import pickle
 import warnings
 from typing import Any
 
@@ -82,9 +83,9 @@ class DynamicEmbeddingShardingPlanner:
         for name, constraint in constraints.items():
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 _check_constraint(name, constraint)
-                self._options[name] = table_options_on_rank(
-                    configs[name], constraint.dynamicemb_options, self._topology.world_size
-                )
+                options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
+                _warn_about_capacities(name, constraint.dynamicemb_options, options)
+                self._options[name] = options
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
         elif not isinstance(enumerator, DynamicEmbeddingEnumerator) and self._options:
@@ -127,6 +128,7 @@ class DynamicEmbeddingShardingPlanner:
             pg: default: all ranks.
 
         Raises:
+            ValueError: the topology has another number of ranks than the process group.
             Exception: what rank 0 raised, on every rank; nobody waits for a plan that does not come.
         """
         group = pg or dist.GroupMember.WORLD
@@ -134,12 +136,17 @@ class DynamicEmbeddingShardingPlanner:
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group() first, or use plan() in one process"
             )
+        if self._topology.world_size != dist.get_world_size(group):
+            raise ValueError(
+                f"topology has world_size={self._topology.world_size} but the process group has "
+                f"{dist.get_world_size(group)} ranks; give the planner a topology of the ranks that share the tables"
+            )
         answer: list[Any] = [None, None]
         if dist.get_rank(group) == 0:
             try:
                 answer = [self._plan_static(module, sharders), None]
             except Exception as error:
-                answer = [None, error]
+                answer = [None, _sendable(error)]
         dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
         plan, failure = answer
         if failure is not None:
@@ -192,6 +199,15 @@ class DynamicEmbeddingShardingPlanner:
         )
 
 
+def _sendable(error: Exception) -> Exception:
+    """Return an error that survives pickling: the same one, or one with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"rank 0 could not plan: {type(error).__name__}: {error}")
+    return error
+
+
 def memory_report(memory: dict[str, TableMemory]) -> str:
     """Return a table of what the dynamic tables take on one rank, in MiB."""
     columns = ("index", "score", "row", "state", "scratch")
@@ -234,6 +250,24 @@ def _check_constraint(name: str, constraint: DynamicEmbParameterConstraints) -> 
     given = [f"{key}={value}" for key, value in idle.items() if value is not None]
     if given:
         warnings.warn(f"dynamic table {name!r} ignores {', '.join(given)}; leave it None", UserWarning, stacklevel=3)
+
+
+def _warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: DynamicEmbTableOptions) -> None:
+    """Warn about capacities that the embedding config overrules."""
+    if given.max_capacity not in (None, planned.max_capacity):
+        warnings.warn(
+            f"max_capacity={given.max_capacity} of dynamic table {name!r} has no effect: num_embeddings makes it "
+            f"{planned.max_capacity} on each rank; leave max_capacity None and set num_embeddings",
+            UserWarning,
+            stacklevel=3,
+        )
+    if given.init_capacity is not None and given.init_capacity > (planned.max_capacity or 0):
+        warnings.warn(
+            f"init_capacity={given.init_capacity} of dynamic table {name!r} is lowered to {planned.max_capacity}, the "
+            "most rows that num_embeddings allows on each rank; lower init_capacity",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _default_topology() -> Topology:

@@ -52,7 +52,9 @@ class PooledOutputDist(RwPooledEmbeddingDist):
         """
         if sharding_ctx is not None and not sharding_ctx.variable_batch_per_feature:
             sizes = sharding_ctx.batch_size_per_rank
-            if len(set(sizes)) > 1 and dist.get_backend(self._pg) == "gloo":
+            # A group of several backends ("cpu:gloo,cuda:nccl") has no one name: what serves CPU tensors is gloo.
+            gloo = local_embs.device.type == "cpu" or dist.get_backend(self._pg) == "gloo"
+            if gloo and len(set(sizes)) > 1:
                 return NoWait(_AllToAllSum.apply(local_embs, sizes, self._pg))
         return super().forward(local_embs, sharding_ctx)
 

@@ -131,16 +131,24 @@ def _check_plan(info: EmbeddingShardingInfo) -> None:
         )
 
 
-def check_env(env: ShardingEnv) -> None:
+def check_env(env: ShardingEnv, infos: list[EmbeddingShardingInfo]) -> None:
     """Refuse environments that dynamic tables cannot work in.
 
     Raises:
-        ValueError: two-dimensional parallelism (it averages replicas of dense weights), or no process group.
+        ValueError: two-dimensional parallelism (it averages replicas of dense weights), no process group, or a plan for
+            another number of ranks (its capacities would be those of other shares).
     """
     if isinstance(env, ShardingEnv2D):
         raise ValueError("dynamic tables do not support two-dimensional parallelism; use DistributedModelParallel")
     if env.process_group is None:
         raise ValueError("dynamic tables need a process group; use ShardingEnv.from_process_group")
+    for info in infos:
+        planned = len(info.param_sharding.ranks or [])
+        if planned != env.world_size:
+            raise ValueError(
+                f"dynamic table {info.embedding_config.name!r} is planned for {planned} ranks but the process group "
+                f"has {env.world_size}; give the planner a topology with world_size={env.world_size}"
+            )
 
 
 def share_seed(infos: list[EmbeddingShardingInfo], env: ShardingEnv, device: torch.device | None) -> None:

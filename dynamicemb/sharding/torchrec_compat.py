@@ -6,6 +6,7 @@ release is one file to read.
 
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.planner.types import ShardingOption, Topology
@@ -30,8 +31,24 @@ _TORCHREC_ONLY_PARAMS = frozenset(
 
 
 def as_kjt(features: Any) -> KeyedJaggedTensor:
-    """Return a TorchRec input, which may be a TensorDict of jagged tensors, as a KeyedJaggedTensor."""
-    return features if isinstance(features, KeyedJaggedTensor) else maybe_td_to_kjt(features, None)
+    """Return a TorchRec input, which may be a TensorDict of jagged tensors, as a KeyedJaggedTensor.
+
+    uint64 ids become the int64 with the same bits: FBGEMM's permutations know no uint64.
+    """
+    kjt = features if isinstance(features, KeyedJaggedTensor) else maybe_td_to_kjt(features, None)
+    if kjt.values().dtype != torch.uint64:
+        return kjt
+    variable = kjt.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=kjt.keys(),
+        values=kjt.values().view(torch.int64),
+        weights=kjt.weights_or_none(),
+        lengths=kjt.lengths_or_none(),
+        offsets=kjt.offsets_or_none(),
+        stride=None if variable else kjt.stride(),
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank() if variable else None,
+        inverse_indices=kjt.inverse_indices_or_none(),
+    )
 
 
 def module_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""TorchRec's TrainPipelineSparseDist: batches are sent ahead while earlier ones train, and the result is the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import RankPool, ranks  # noqa: F401
+from tests.sharded_model import dynamic_modules
+
+pytestmark = pytest.mark.distributed
+
+SCORES = {"a": "LFU", "b": "TIMESTAMP", "c": "STEP", "d": "LFU"}
+NUM_BATCHES = 5
+
+
+class SequencesAndBags(nn.Module):
+    """Two collections and a dense layer."""
+
+    def __init__(self) -> None:
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+        def common(name: str) -> dict[str, Any]:
+            return {"name": name, "num_embeddings": 64, "embedding_dim": 4, "feature_names": [f"f_{name}"]}
+
+        super().__init__()
+        meta = torch.device("meta")
+        self.sequences = EmbeddingCollection(tables=[EmbeddingConfig(**common(n)) for n in "ab"], device=meta)
+        self.bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(pooling=PoolingType.SUM, **common("c")),
+                EmbeddingBagConfig(pooling=PoolingType.MEAN, **common("d")),
+            ],
+            device=meta,
+        )
+        self.dense = nn.Linear(8, 1, device=meta)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # Traced by the pipeline: no loop over what a collection returns.
+        sequences = self.sequences(batch)
+        squares = (sequences["f_a"].values() ** 2).sum() + (sequences["f_b"].values() ** 3).sum()
+        loss = self.dense(self.bags(batch).values()).sum() + squares
+        return loss, loss.detach()
+
+
+def shard_model(world_size: int) -> Any:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import Topology
+
+    from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+    from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
+    from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
+
+    torch.manual_seed(0)
+    model = SequencesAndBags()
+    configs = [*model.sequences.embedding_configs(), *model.bags.embedding_bag_configs()]
+    constraints = {
+        name: DynamicEmbParameterConstraints(
+            use_dynamicemb=True,
+            dynamicemb_options=DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy[score]),
+        )
+        for name, score in SCORES.items()
+    }
+    fused_params = {"learning_rate": 0.1, "seed": 3}
+    sharders = [
+        DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=True),
+        DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+    ]
+    topology = Topology(world_size=world_size, compute_device="cpu")
+    plan = DynamicEmbeddingShardingPlanner(configs, topology, constraints=constraints).collective_plan(model, sharders)
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+
+
+def make_batches(rank: int) -> list[Any]:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for step in range(NUM_BATCHES):
+        # The last rank has nothing in one step.
+        batch_size = 0 if rank and step == 2 else 4
+        lengths = torch.randint(0, 4, (4 * batch_size,), generator=generator)
+        ids = torch.randint(-5, 5, (int(lengths.sum()),), generator=generator)
+        batches.append(
+            KeyedJaggedTensor(keys=["f_d", "f_c", "f_b", "f_a"], values=ids, lengths=lengths, stride=batch_size)
+        )
+    return batches
+
+
+def contents(model: Any) -> dict[str, dict[int, tuple[int, list[float]]]]:
+    """Return score (0 for timestamps) and row of every id of this rank, by table."""
+    out = {}
+    for tables in dynamic_modules(model):
+        group = tables.tables
+        for t, name in enumerate(tables.table_names):
+            slots = group.scan(t)
+            scores = group.index.scores[slots] * (SCORES[name] != "TIMESTAMP")
+            rows = group.read(t, group.index.rows[slots])[0].tolist()
+            out[name] = dict(zip(group.index.keys[slots].tolist(), zip(scores.tolist(), rows)))
+        assert group.steps.num_outstanding == 0
+    return out
+
+
+def train(rank: int, world_size: int, pipelined: bool) -> tuple[list[float], dict[str, Any]]:
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    model = shard_model(world_size)
+    optimizer = torch.optim.SGD([parameter for _, parameter in model.named_parameters()], lr=0.1)
+    losses = []
+    if pipelined:
+        pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
+        batches = iter(make_batches(rank))
+        losses = [float(pipeline.progress(batches)) for _ in range(NUM_BATCHES)]
+        with pytest.raises(StopIteration):
+            pipeline.progress(batches)
+    else:
+        for batch in make_batches(rank):
+            optimizer.zero_grad()
+            loss, _ = model(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    return losses, contents(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_c10_c14_a_pipeline_changes_nothing(ranks: RankPool, world_size: int) -> None:  # noqa: F811
+    plain = ranks.run(world_size, train, False)
+    assert ranks.run(world_size, train, True) == plain
+    assert len(plain[0][0]) == NUM_BATCHES and all(rows for _, tables in plain for rows in tables.values())
