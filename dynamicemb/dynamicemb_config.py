@@ -166,31 +166,37 @@ def _constant_zero() -> DynamicEmbInitializerArgs:
 class DynamicEmbTableOptions:
     """Options of one dynamic table on one rank.
 
-    Tables whose ``get_grouped_key()`` are equal compare and hash equal; TorchRec puts them into one module.
+    Tables whose ``get_grouped_key()`` are equal compare and hash equal; TorchRec puts them into one module. An option
+    marked "(planned)" is refused by this version unless it has its default.
 
     Attributes:
         embedding_dtype: float32, float16 or bfloat16; the planner sets it from the embedding config.
         dim: embedding dim D, 1..2048; the planner sets it.
-        max_capacity: rows on this rank at most; the planner sets it.
+        max_capacity: rows on this rank at most, rounded up to whole buckets; the planner sets it from
+            ``num_embeddings``. A bucket may be full before the table is: with buckets of 128 slots, about 3.5 % of the
+            ids find no place when exactly so many different ids come at once.
         evict_strategy: follows from ``score_strategy``; another value than the default or the implied one warns.
         local_hbm_for_values: bytes of GPU memory for rows on this rank.
         device_id: CUDA device of the table.
         training: False: the table is only read.
-        initializer_args: first values of rows.
+        initializer_args: first values of rows. The default is UNIFORM without bounds: the planner makes them
+            +-sqrt(1 / num_embeddings), a module made without a planner takes 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
-        caching: use GPU memory as a cache of host rows.
-        init_capacity: rows at the start; None: ``max_capacity``.
-        max_load_factor: share of used slots, in (0, 1], above which the table grows.
-        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order; None: not a dynamic table.
-        bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket.
-        safe_check_mode: what happens when ids find no slot.
+        caching: use GPU memory as a cache of host rows (planned).
+        init_capacity: rows at the start; None: ``max_capacity``. Fewer than ``max_capacity`` are (planned).
+        max_load_factor: share of used slots, in (0, 1], above which the table grows; without effect until tables grow.
+        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order (planned); None: not a
+            dynamic table. Tables of one module must agree.
+        bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket. Tables of one
+            module must agree.
+        safe_check_mode: what happens when ids find no slot; ERROR and WARNING are (planned).
         global_hbm_for_values: bytes of GPU memory for rows on all ranks; the planner divides it.
-        external_storage: a class, called as ``external_storage(options, optimizer)``.
+        external_storage: a class, called as ``external_storage(options, optimizer)`` (planned).
         index_type: int64 (default) or uint64.
         dist_type: which rank owns an id: "roundrobin", "hash_roundrobin" or "continuous".
-        admit_strategy: decides which new ids get a row.
-        admission_counter: counts the ids that have none.
-        protect_steps: finished steps whose ids are still not evicted.
+        admit_strategy: decides which new ids get a row (planned).
+        admission_counter: counts the ids that have none (planned).
+        protect_steps: number of past steps whose ids may not be evicted. Tables of one module must agree.
     """
 
     embedding_dtype: torch.dtype | None = None

@@ -9,7 +9,15 @@ DYNAMICEMB_CSTM_SCORE_CHECK = "DYNAMICEMB_CSTM_SCORE_CHECK"
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):
-    """What the score of an id is. The lowest score is evicted first."""
+    """What the score of an id is. The lowest score is evicted first.
+
+    Members:
+        TIMESTAMP: when the id was last used in training, Unix nanoseconds; one time for all ids of a step.
+        STEP: the number of the training forward that last used the id, from 1.
+        CUSTOMIZED: the number last given to ``set_score`` when the id was last used, from 1 to 2^63 - 1.
+        LFU: how often the id has occurred in training since it got its row.
+        NO_EVICTION: the table grows instead of evicting (planned; refused by this version).
+    """
 
     TIMESTAMP = 0
     STEP = 1

@@ -438,8 +438,13 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Reports
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return per table: size, capacity, load, and since construction hits, misses, inserted, evicted, failed,
-        erased and dropped_gradients, counted in occurrences where a batch repeats ids (hits, misses, failed, dropped).
+        """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased and
+        dropped_gradients.
+
+        Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed and
+        dropped_gradients count occurrences; inserted, evicted and erased count ids. An id new to a batch is a miss at
+        each of its occurrences. inserted includes ids that took the place of an evicted one. failed ids found their
+        bucket full of ids that may not be evicted. load is size / capacity.
         """
         return self._group.stats()
 
