@@ -92,6 +92,11 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
             f"num_embeddings={config.num_embeddings} of table {name!r} needs {num_buckets * bucket} slots on each of "
             f"{world_size} ranks, at most {MAX_GROUP_SLOTS} are possible; use more ranks or a smaller num_embeddings"
         )
+    if options.max_capacity not in (None, num_buckets * bucket):
+        raise ValueError(
+            f"max_capacity={options.max_capacity} of table {name!r} differs from the {num_buckets * bucket} rows that "
+            f"num_embeddings gives each of {world_size} ranks; leave it None"
+        )
     return dataclasses.replace(
         copy.copy(options),
         bucket_capacity=bucket,
