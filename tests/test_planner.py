@@ -188,8 +188,8 @@ DYNAMIC_BAGS, DYNAMIC_ROWS = DynamicEmbeddingBagCollectionSharder, DynamicEmbedd
 @pytest.mark.parametrize(
     ("pooled", "sharders", "message"),
     [
-        (False, None, "in an EmbeddingCollection, .*have EmbeddingCollectionSharder; pass a DynamicEmbeddingColl"),
-        (False, [DYNAMIC_BAGS], "in an EmbeddingCollection, .*have none; pass a DynamicEmbeddingCollectionSharder"),
+        (False, None, "EmbeddingCollection, .*have EmbeddingCollectionSharder; pass a DynamicEmbeddingColl"),
+        (False, [DYNAMIC_BAGS], "EmbeddingCollection, .*have none; pass a DynamicEmbeddingCollectionSharder"),
         (True, [BAGS, DYNAMIC_ROWS], "have EmbeddingBagCollectionSharder; pass a DynamicEmbeddingBagCollectionSharder"),
         (True, [DYNAMIC_BAGS, BAGS], "pass a DynamicEmbeddingBagCollectionSharder"),
         (True, [BAGS, DYNAMIC_BAGS], None),
@@ -207,9 +207,7 @@ def test_c04_sharders_that_do_not_know_dynamic_tables_are_refused(
     if message is None:
         assert isinstance(planner.plan(model, made).plan["0.0"]["t"], DynamicEmbParameterSharding)
     else:
-        with pytest.raises(
-            ValueError, match=rf"dynamic tables \['t'\] are {message}" if "in an" in message else message
-        ):
+        with pytest.raises(ValueError, match=rf"dynamic tables \['t'\] are in an .*{message}"):
             planner.plan(model, made)
 
 
