@@ -166,7 +166,8 @@ def run_all(args: argparse.Namespace) -> int:
         if not args.static and args.capacity_fraction < 1:
             console.print(
                 f"The tables have rows for {args.capacity_fraction:.0%} of all ids, so rows were evicted, which costs "
-                "AUC against --full-capacity; --compare sets static tables beside dynamic ones with room for all."
+                "AUC against --full-capacity; --compare sets static tables beside dynamic ones with room for all.",
+                soft_wrap=True,
             )
         return 0
     finally:
