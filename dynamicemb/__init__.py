@@ -27,6 +27,8 @@ from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError, InsertFai
 from dynamicemb.optimizer import OptimizerArgs
 from dynamicemb.types import AdmissionStrategy, Counter, DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BATCH_SIZE_PER_DUMP",
     "BUCKET_ALIGNMENT",

@@ -8,6 +8,7 @@ either enum work.
 import enum
 import functools
 import importlib
+import inspect
 import math
 import warnings
 from collections.abc import Mapping
@@ -298,7 +299,7 @@ class OptimizerSpec:
                 f"optimizer {_NAME_OF_KIND[kind]} ignores {given}; it reads {', '.join(sorted(_READ_BY[kind]))}"
                 + (" (max_gradient only with gradient_clipping=True)" if "max_gradient" in idle else ""),
                 UserWarning,
-                stacklevel=2,
+                stacklevel=_level_of_user(),
             )
         return spec
 
@@ -364,6 +365,15 @@ def saved_iterations(values: Mapping[str, Any]) -> int:
     if iterations < 0:
         raise ValueError(f"iters must be >= 0, got {iterations}")
     return iterations
+
+
+def _level_of_user() -> int:
+    """Return the stacklevel with which our caller's warning points at the first line outside this package."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame.f_back if frame else None
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "dynamicemb":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _check_non_negative(name: str, value: object) -> None:

@@ -20,9 +20,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions, get_table_value_bytes
 from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+from dynamicemb.sharding.bucketize import bucketize
 from dynamicemb.types import DynamicEmbInitializerArgs
 
 # Both ways of pooling a bag are in use; for a feature with one id per sample they are the same.
@@ -139,6 +141,18 @@ def _table_options(table: Table, config: EmbeddingBagConfig, device: torch.devic
         global_hbm_for_values=value_bytes if device.type == "cuda" else 0,
         initializer_args=DynamicEmbInitializerArgs(lower=-table.init_bound, upper=table.init_bound),
     )
+
+
+def compile_kernels(dim: int) -> None:
+    """Train and evaluate tables of this process alone, so that numba compiles what the model needs or loads it."""
+    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2, 3])
+    options = DynamicEmbTableOptions(
+        dim=dim, max_capacity=128, initializer_args=DynamicEmbInitializerArgs(lower=-1.0, upper=1.0)
+    )
+    tables = BatchedDynamicEmbeddingTablesV2([options], optimizer=OPTIMIZER, device="cpu", seed=0)
+    tables(ids, offsets).sum().backward()
+    tables.eval()(ids, offsets)
+    bucketize(torch.tensor([1, 0, 1]), torch.tensor([2, 1]), 2)
 
 
 def table_stats(model: DistributedModelParallel) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,7 +108,28 @@ class ExecutedTests:
         terminalreporter.write_line(f"executed tests: {self.count}, at least {self.minimum} wanted: {verdict}")
 
 
+# Suites whose kernels one sort of case tests as well as another; the interpreter takes minutes for all of them.
+THINNED_SUITES = ("test_triton_rows.py", "test_triton_update.py")
+THINNING = 4
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of THINNED_SUITES that would be skipped, or interpreted beyond every fourth."""
+    if config.getoption("--every-interpreted"):
+        return
+    kept, left_out = [], []
+    for item in items:
+        backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
+        thin = item.path.name in THINNED_SUITES and backend in ("cpu", "interpret")
+        drop = thin and (backend == "cpu" or zlib.crc32(item.nodeid.encode()) % THINNING)
+        (left_out if drop else kept).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-interpreted", action="store_true", help="run every case in Triton's interpreter")
     parser.addoption("--min-tests", type=int, default=0, help="fail when fewer tests were executed (skips not counted)")
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("pyarrow")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import movielens  # noqa: E402
 import movielens_data as md  # noqa: E402
 from movielens_model import auc  # noqa: E402
 
@@ -191,21 +192,75 @@ def test_auc_needs_both_classes(label: float) -> None:
         auc(torch.rand(5), torch.full((5,), label))
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a run of the example on the CPU."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    variables.pop("TRITON_INTERPRET", None)
+    return variables
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds", "fraction"),
+    [
+        ("", [0], 0.5),
+        ("--capacity-fraction 0.25 --seeds 4,5", [4, 5], 0.25),
+        ("--full-capacity", [0], 2.0),
+        ("--compare", [0, 1, 2], 2.0),
+        ("--static --device cuda", [0], 0.5),
+    ],
+)
+def test_arguments(words: str, seeds: list[int], fraction: float) -> None:
+    args = movielens.parse_arguments(words.split())
+    assert (args.seeds, args.capacity_fraction) == (seeds, fraction)
+    assert args.device == ("cuda" if "cuda" in words else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--compare --capacity-fraction 0.5", "--capacity-fraction has no effect: --compare"),
+        ("--static --capacity-fraction 0.5", "--capacity-fraction has no effect: --static"),
+        ("--capacity-fraction 0", "--capacity-fraction must be > 0, got 0.0"),
+        ("--seeds 1,x", "--seeds: must be numbers with commas between them, got '1,x'"),
+        ("--device tpu", "--device: invalid choice: 'tpu'"),
+    ],
+)
+def test_arguments_without_sense_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        movielens.parse_arguments(words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, movielens\ntry:\n movielens.main()\nexcept SystemExit:\n sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], cwd=EXAMPLES, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "share of all ids that the dynamic tables have rows for (default: 0.5)" in " ".join(done.stdout.split())
+    assert "comma-separated (default: 0; with --compare 0,1,2)" in " ".join(done.stdout.split())
+
+
+def test_a_missing_gpu_is_named() -> None:
+    command = [sys.executable, str(EXAMPLES / "movielens.py"), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "--device cuda: torch sees no CUDA device")
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_two_processes_learn(kind: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(EXAMPLES / "movielens.py"), "--epochs", "1"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    environment.pop("TRITON_INTERPRET", None)
     command += ["--static"] if kind == "static" else []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     # 0.67 is far above a constant (0.5) and below what either kind reaches in one pass.
     assert float(re.search(rf"^{kind}: AUC (0\.\d+)", done.stdout, re.MULTILINE).group(1)) > 0.67
+    assert f"{kind}: AUC" in done.stdout and "(seed 0; " in done.stdout
     if kind == "dynamic":
+        assert done.stdout.startswith("compiling CPU kernels, once (up to 2 minutes)\n")
+        assert "The tables have rows for 50% of all ids" in done.stdout.splitlines()[-1]
         rows = re.findall(r"│ (\w+) +│ +([\d,]+) │ +([\d,]+) │ +\d+% │ +[\d,]+ │ +([\d,]+) │ +([\d,]+) │", done.stdout)
         stats = {name: [int(value.replace(",", "")) for value in values] for name, *values in rows}
         assert set(stats) == set(md.load_ratings().bags)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import logging
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -39,6 +42,12 @@ def config(name: str = "t", num_embeddings: int = 1001, dim: int = 8, **argument
     )
     made.num_embeddings = num_embeddings
     return made
+
+
+def bag_config(name: str) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name, num_embeddings=100, embedding_dim=8, feature_names=[f"f_{name}"], pooling=PoolingType.SUM
+    )
 
 
 def dynamic(**options: Any) -> DynamicEmbParameterConstraints:
@@ -165,6 +174,56 @@ def test_c04_bad_constraints_are_refused(configs: list[Any], constraints: dict[s
         make_planner(configs, constraints)
 
 
+BAGS, ROWS = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+DYNAMIC_BAGS, DYNAMIC_ROWS = DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
+
+
+@pytest.mark.parametrize(
+    ("pooled", "sharders", "message"),
+    [
+        (False, None, "EmbeddingCollection, .*have EmbeddingCollectionSharder; pass a DynamicEmbeddingColl"),
+        (False, [DYNAMIC_BAGS], "EmbeddingCollection, .*have none; pass a DynamicEmbeddingCollectionSharder"),
+        (True, [BAGS, DYNAMIC_ROWS], "have EmbeddingBagCollectionSharder; pass a DynamicEmbeddingBagCollectionSharder"),
+        (True, [DYNAMIC_BAGS, BAGS], "pass a DynamicEmbeddingBagCollectionSharder"),
+        (True, [BAGS, DYNAMIC_BAGS], None),
+        (False, [DYNAMIC_ROWS], None),
+    ],
+)
+def test_c04_sharders_that_do_not_know_dynamic_tables_are_refused(
+    pooled: bool, sharders: list[type] | None, message: str | None
+) -> None:
+    configs = [bag_config("t") if pooled else config()]
+    kind = EmbeddingBagCollection if pooled else EmbeddingCollection
+    model = nn.Sequential(nn.Sequential(kind(tables=configs, device=torch.device("meta"))))
+    planner = make_planner(configs, {"t": dynamic()})
+    made = sharders and [sharder() for sharder in sharders]
+    if message is None:
+        assert isinstance(planner.plan(model, made).plan["0.0"]["t"], DynamicEmbParameterSharding)
+    else:
+        with pytest.raises(ValueError, match=rf"dynamic tables \['t'\] are in an .*{message}"):
+            planner.plan(model, made)
+
+
+def test_c04_a_dynamic_table_that_the_model_lacks_is_refused() -> None:
+    configs = [config(), config("u")]
+    planner = make_planner(configs, {"t": dynamic(), "u": dynamic()})
+    with pytest.raises(ValueError, match=r"dynamic tables \['u'\] are in no collection"):
+        plan_of(planner, configs[:1])
+
+
+def test_c27_options_of_a_static_table_warn() -> None:
+    for options in (DynamicEmbTableOptions(), DynamicEmbTableOptions(bucket_capacity=256)):
+        with pytest.warns(
+            UserWarning, match="'t' is static and ignores dynamicemb_options; set use_dynamicemb=True"
+        ) as w:
+            make_planner([config()], {"t": DynamicEmbParameterConstraints(dynamicemb_options=options)})
+        assert "dynamicemb" not in w[0].filename.split("/")[-2:-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        plain = DynamicEmbParameterConstraints()
+        make_planner([config()], {"t": dataclasses.replace(plain, sharding_types=["table_wise"])})
+
+
 @pytest.mark.parametrize("bucket_capacity", [0, 100, -16])
 def test_c04_bad_bucket_capacity_is_refused(bucket_capacity: int) -> None:
     with pytest.raises(ValueError, match=f"bucket_capacity .*multiple of 16.*got {bucket_capacity}"):
@@ -200,12 +259,7 @@ def test_the_enumerator_searches_static_tables_as_torchrec_does() -> None:
 
 
 def test_get_planner_plans_all_three_kinds() -> None:
-    configs = [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=100, embedding_dim=8, feature_names=[f"f_{name}"], pooling=PoolingType.SUM
-        )
-        for name in ("dp", "dyn", "other")
-    ]
+    configs = [bag_config(name) for name in ("dp", "dyn", "other")]
     planner = get_planner(configs, {"dp"}, {"dyn": DynamicEmbTableOptions()}, torch.device("cpu"))
     model = nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
     plan = planner.plan(model, [DynamicEmbeddingBagCollectionSharder()]).plan["0"]

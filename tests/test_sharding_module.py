@@ -190,6 +190,41 @@ def test_c28_a_feature_of_dynamic_and_static_mean_tables_is_refused(ranks: RankP
         ranks.run(2, share_features)
 
 
+def shard_with(rank: int, world_size: int, case: Case) -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    static = r"optimizer ADAM: static tables \['s'\] cannot use it on the CPU .*EXACT_SGD or .*use_dynamicemb=True"
+    with pytest.raises(ValueError, match=static):
+        build(case, world_size, optimizer=EmbOptimType.ADAM)
+    with pytest.raises(TypeError, match="fused_params has 'lr', .*did you mean 'learning_rate'"):
+        build(case, world_size, lr=0.5)
+    dense = replace(case, tables=(A, B, replace(STATIC, sharding="data_parallel")))
+    # Dense tables are trained by the optimizer of the dense layers.
+    build(dense, world_size, optimizer=EmbOptimType.ADAM)
+
+
+@KINDS
+def test_c04_fused_params_that_no_table_can_use_are_refused(ranks: RankPool, case: Case) -> None:  # noqa: F811
+    ranks.run(2, shard_with, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lr", "'learning_rate'"),
+        ("learnig_rate", "'learning_rate'"),
+        ("beta_1", "'beta1'"),
+        ("xyzzy", "known: beta1, "),
+    ],
+)
+def test_c04_a_wrong_name_in_fused_params_is_explained(name: str, hint: str) -> None:
+    from dynamicemb.sharding.check_params import check_names
+
+    check_names(["optimizer", "betas", "seed", "cache_precision"])
+    with pytest.raises(TypeError, match=f"fused_params has '{name}', which dynamic tables do not know; .*{hint}"):
+        check_names(["optimizer", name])
+
+
 def vary_batch(rank: int, world_size: int, pooling: str) -> None:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -92,6 +92,7 @@ def install(venv: Path) -> Path:
     python = python_of(venv)
     cuda = has_cuda()
     print(f"{'CUDA' if cuda else 'CPU'} machine: torch {TORCH}, fbgemm_gpu {FBGEMM}, torchrec {TORCHREC}", flush=True)
+    print("the two big steps, torch and fbgemm_gpu, take some minutes without a word (about 3 GB in all)", flush=True)
     install_torch(python, cuda)
     pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={FBGEMM}", "numpy")
     pip_or_exit(python, *TORCHREC_NEEDS)

@@ -162,13 +162,22 @@ def check_features(feature_table_map: list[int] | None, num_tables: int, dims: l
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
-    """Return the device of the tables as tensors on it name theirs; None is the current CUDA device, else the CPU."""
+    """Return the device of the tables as tensors on it name theirs; None is the current CUDA device, else the CPU.
+
+    Raises:
+        ValueError: a CUDA device that torch does not see.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type == "cpu":
         # "cpu:0" is no other device, but would not be equal to that of any tensor.
         return torch.device("cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices; use device='cpu', or None "
+            "for the current CUDA device where there is one"
+        )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -109,14 +109,14 @@ def _check_offsets(offsets: torch.Tensor, num_ids: int, num_features: int, devic
 
 def _check_offset_values(offsets: torch.Tensor, num_ids: int) -> None:
     values = offsets.numpy()
-    if values[0] != 0 or values[-1] != num_ids:
-        raise ValueError(
-            f"offsets must start at 0 and end at the number of ids, {num_ids}; got {values[0]} and {values[-1]}"
-        )
     decreasing = (values[1:] < values[:-1]).nonzero()[0]
     if decreasing.size:
         k = int(decreasing[0])
         raise ValueError(f"offsets must not decrease, got {values[k]} before {values[k + 1]} at position {k + 1}")
+    if values[0] != 0 or values[-1] != num_ids:
+        raise ValueError(
+            f"offsets must start at 0 and end at the number of ids, {num_ids}; got {values[0]} and {values[-1]}"
+        )
 
 
 def _check_weights(weights: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, bag_sizes, divide_by_bag_sizes
+from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.constraints import is_dynamic
 from dynamicemb.sharding.pooled_output import RwPooledSharding
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
@@ -139,7 +140,13 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedDynamicEmbeddingBagCollection:
-        """Make the sharded module; a collective on all ranks of `env`."""
+        """Make the sharded module; a collective on all ranks of `env`.
+
+        Raises:
+            TypeError: ``fused_params`` have a name that dynamic tables do not know.
+            ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
+        """
+        check_fused_params(self.fused_params, params, weights_of(module.embedding_bags), device)
         return ShardedDynamicEmbeddingBagCollection(
             module=module,
             table_name_to_parameter_sharding=params,

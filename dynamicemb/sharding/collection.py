@@ -13,6 +13,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.dedup import deduplicate
 from dynamicemb.sharding.empty_batch import pad_empty_batch, without_padding
 from dynamicemb.sharding.kernels import needs_counts
@@ -141,7 +142,13 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedDynamicEmbeddingCollection:
-        """Make the sharded module; a collective on all ranks of `env`."""
+        """Make the sharded module; a collective on all ranks of `env`.
+
+        Raises:
+            TypeError: ``fused_params`` have a name that dynamic tables do not know.
+            ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
+        """
+        check_fused_params(self.fused_params, params, weights_of(module.embeddings), device)
         return ShardedDynamicEmbeddingCollection(
             module,
             params,

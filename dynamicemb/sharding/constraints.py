@@ -17,6 +17,13 @@ GROUP_PARAM = "dynamicemb_group"
 SEED_PARAM = "seed"
 
 
+def _default_options() -> DynamicEmbTableOptions:
+    options = DynamicEmbTableOptions()
+    # Tells options that nobody gave from those that a user gave.
+    options.__dict__["_is_default"] = True
+    return options
+
+
 @dataclass
 class DynamicEmbParameterConstraints(ParameterConstraints):
     """Constraints of one table for the planner.
@@ -27,7 +34,7 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     """
 
     use_dynamicemb: bool = False
-    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=_default_options)
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.use_dynamicemb, self.dynamicemb_options))
@@ -65,6 +72,15 @@ class DynamicEmbParameterSharding(ParameterSharding):
         """Remove in place what `get_additional_fused_params` adds."""
         for name in (KERNEL_PARAM, DIST_TYPE_PARAM, OPTIONS_PARAM, GROUP_PARAM):
             fused_params.pop(name, None)
+
+
+def has_idle_options(constraint: Any) -> bool:
+    """Say whether a constraint has options of a dynamic table that somebody gave, but not ``use_dynamicemb``."""
+    return (
+        isinstance(constraint, DynamicEmbParameterConstraints)
+        and not constraint.use_dynamicemb
+        and "_is_default" not in constraint.dynamicemb_options.__dict__
+    )
 
 
 def is_dynamic(parameter_sharding: ParameterSharding) -> bool:

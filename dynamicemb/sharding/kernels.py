@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.sharding.check_params import check_names
 from dynamicemb.sharding.constraints import OPTIONS_PARAM, DynamicEmbParameterSharding
 from dynamicemb.sharding.dedup import unpack_counts
 from dynamicemb.sharding.torchrec_compat import module_params
@@ -193,6 +194,7 @@ def _module_arguments(config: GroupedEmbeddingConfig) -> dict[str, Any]:
     DynamicEmbParameterSharding.pop_additional_fused_params(arguments)
     if "betas" in arguments:
         arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
+    check_names(arguments)
     if hasattr(arguments.get("output_dtype"), "as_dtype"):
         arguments["output_dtype"] = arguments["output_dtype"].as_dtype()
     return arguments

@@ -31,7 +31,12 @@ from torchrec.distributed.types import (
 )
 
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
-from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints, DynamicEmbParameterSharding
+from dynamicemb.sharding.check_sharders import check_planned, check_sharders
+from dynamicemb.sharding.constraints import (
+    DynamicEmbParameterConstraints,
+    DynamicEmbParameterSharding,
+    has_idle_options,
+)
 from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
 from dynamicemb.sharding.table_sizes import MAX_GROUP_SLOTS, TableMemory, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import make_topology
@@ -86,6 +91,12 @@ class DynamicEmbeddingShardingPlanner:
                 options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
                 _warn_about_capacities(name, constraint.dynamicemb_options, options)
                 self._options[name] = options
+            elif has_idle_options(constraint):
+                warnings.warn(
+                    f"table {name!r} is static and ignores dynamicemb_options; set use_dynamicemb=True",
+                    UserWarning,
+                    stacklevel=2,
+                )
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
         elif not isinstance(enumerator, DynamicEmbeddingEnumerator) and self._options:
@@ -154,11 +165,18 @@ class DynamicEmbeddingShardingPlanner:
         return self._with_dynamic_tables(plan)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
-        """Plan in this process alone; ranks that call it with the same arguments get the same plan."""
+        """Plan in this process alone; ranks that call it with the same arguments get the same plan.
+
+        Raises:
+            ValueError: a dynamic table is not in `module`, or `sharders` lack the sharder of its collection.
+        """
         return self._with_dynamic_tables(self._plan_static(module, sharders))
 
     def _plan_static(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None) -> ShardingPlan:
-        plan = self._planner.plan(module, sharders or get_default_sharders())
+        sharders = sharders or get_default_sharders()
+        check_sharders(module, sharders, set(self._options))
+        plan = self._planner.plan(module, sharders)
+        check_planned(plan, set(self._options))
         if self.memory:
             logger.info(memory_report(self.memory))
         return plan

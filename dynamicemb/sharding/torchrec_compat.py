@@ -16,7 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 # Keys that TorchRec puts into fused_params for its own use; no embedding module takes them.
-_TORCHREC_ONLY_PARAMS = frozenset(
+TORCHREC_ONLY_PARAMS = frozenset(
     {
         "_batch_key",
         "cache_load_factor",
@@ -54,7 +54,7 @@ def as_kjt(features: Any) -> KeyedJaggedTensor:
 def module_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
     """Return a group's fused_params without those that TorchRec uses itself."""
     params = config.fused_params or {}
-    return {name: value for name, value in params.items() if name not in _TORCHREC_ONLY_PARAMS}
+    return {name: value for name, value in params.items() if name not in TORCHREC_ONLY_PARAMS}
 
 
 def replace_values(

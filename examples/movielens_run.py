@@ -1,0 +1,174 @@
+"""The runs of the MovieLens example: set up the processes, train once per seed, print what came out."""
+
+import argparse
+import logging
+import math
+import os
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from movielens_data import NUM_DENSE, Ratings, Vocabulary
+from movielens_model import (
+    Rates,
+    Table,
+    build_model,
+    compile_kernels,
+    distribute_dynamic,
+    distribute_static,
+    table_stats,
+)
+from movielens_training import Data, Result, Settings, load_data, train
+from rich.console import Console
+from rich.table import Table as Grid
+
+# --compare fails when the dynamic tables are worse than the static ones by more than this.
+MAX_AUC_LOSS = 0.005
+
+
+def start_processes(kind: str) -> torch.device:
+    """Join the process group of torchrun, or form one of this process alone. Returns this process's device.
+
+    Args:
+        kind: "cpu" or "cuda".
+    """
+    cuda = kind == "cuda"
+    if cuda and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no CUDA device")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        # The layers are too small to gain from threads, and waiting for them is slow when cores are shared.
+        torch.set_num_threads(1)
+    backend = "nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    return device
+
+
+def make_tables(data: Data, vocabulary: Vocabulary, capacity_fraction: float | None) -> list[Table]:
+    """Return the tables: one row per word of the vocabulary, or a fraction of all ids if one is given.
+
+    The initial values depend on the vocabulary in both cases, so that runs can be compared.
+    """
+    tables = []
+    for feature in data.train.bags:
+        rows = vocabulary.size(feature)
+        bound = rows**-0.5
+        if capacity_fraction is not None:
+            rows = math.ceil(capacity_fraction * num_ids(feature, data.train, data.held_out))
+        tables.append(Table(feature, rows, bound))
+    return tables
+
+
+def num_ids(feature: str, *parts: Ratings) -> int:
+    return len(set().union(*(part.unique_ids(feature).tolist() for part in parts)))
+
+
+def run(args: argparse.Namespace, kind: str, data: Data, seed: int, device: torch.device) -> tuple[Result, dict]:
+    """Build and train one model. Returns the AUC by epoch and the statistics of the dynamic tables."""
+    static = kind == "static"
+    vocabulary = Vocabulary(data.train)
+    tables = make_tables(data, vocabulary, None if static else args.capacity_fraction)
+    rates = Rates(args.table_rate, args.eps)
+    torch.manual_seed(seed)
+    model = build_model(tables, NUM_DENSE, args.dim)
+    if static:
+        sharded = distribute_static(model, rates, device)
+        data = data.encode(vocabulary)
+    else:
+        sharded = distribute_dynamic(model, tables, rates, device, seed)
+    settings = Settings(args.epochs, args.batch_size, args.dense_rate, seed, f"{kind}, seed {seed}")
+    result = train(sharded, data, settings)
+    return result, {} if static else table_stats(sharded)
+
+
+def run_seeds(args: argparse.Namespace, kind: str, data: Data, device: torch.device, console: Console) -> float:
+    """Train once per seed, print what came out. Returns the mean AUC after the last epoch."""
+    results = []
+    for seed in args.seeds:
+        result, stats = run(args, kind, data, seed, device)
+        results.append(result)
+        for epoch, (everyone, known) in enumerate(zip(result.all_users, result.known_users), start=1):
+            console.print(f"{kind}, seed {seed}, epoch {epoch}: AUC {everyone:.4f}, known users {known:.4f}")
+        if stats:
+            console.print(stats_grid(stats))
+    mean = statistics.mean(result.all_users[-1] for result in results)
+    seconds = statistics.mean(result.seconds for result in results)
+    seeds = ", ".join(str(seed) for seed in args.seeds)
+    seeds = f"seed {seeds}" if len(args.seeds) == 1 else f"seeds {seeds}"
+    console.print(f"{kind}: AUC {mean:.4f} ({seeds}; {seconds:.0f} s per seed)")
+    return mean
+
+
+def stats_grid(stats: dict[str, dict[str, float]]) -> Grid:
+    """Lay the statistics of the tables out in a grid."""
+    columns = ("size", "capacity", "load", "inserted", "evicted", "failed")
+    grid = Grid("table", title="dynamic tables, all ranks")
+    for column in columns:
+        grid.add_column(column, justify="right")
+    for name, values in stats.items():
+        shown = {key: f"{value:,}" for key, value in values.items()}
+        shown["load"] = f"{values['size'] / values['capacity']:.0%}"
+        grid.add_row(name, *(shown[column] for column in columns))
+    return grid
+
+
+def compare(args: argparse.Namespace, data: Data, device: torch.device, console: Console) -> bool:
+    """Train with static and dynamic tables. Returns whether the dynamic ones are good enough."""
+    static, dynamic = (run_seeds(args, kind, data, device, console) for kind in ("static", "dynamic"))
+    good = dynamic >= static - MAX_AUC_LOSS
+    verdict = "ok" if good else f"more than {MAX_AUC_LOSS} below"
+    console.print(f"AUC static {static:.4f}, dynamic {dynamic:.4f}, difference {dynamic - static:+.4f}: {verdict}")
+    return good
+
+
+def silence_libraries() -> None:
+    """Drop notes of torch and torchrec about their own code."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def warm_up(dim: int, console: Console) -> None:
+    """Compile the CPU kernels on rank 0 into numba's cache on disk, from which the other ranks then load them."""
+    start = time.perf_counter()
+    if dist.get_rank() == 0:
+        console.print("compiling CPU kernels, once (up to 2 minutes)")
+        compile_kernels(dim)
+    dist.barrier()
+    if dist.get_rank() != 0:
+        compile_kernels(dim)
+    dist.barrier()
+    console.print(f"CPU kernels ready after {time.perf_counter() - start:.0f} s")
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Do what the command line asks for. Returns the exit status."""
+    silence_libraries()
+    device = start_processes(args.device)
+    console = Console(quiet=dist.get_rank() != 0, highlight=False)
+    try:
+        if args.device == "cuda":
+            console.print("note: TorchRec with dynamic tables on CUDA is not tested yet")
+        elif not args.static:
+            warm_up(args.dim, console)
+        data = load_data()
+        if args.compare:
+            return 0 if compare(args, data, device, console) else 1
+        run_seeds(args, "static" if args.static else "dynamic", data, device, console)
+        if not args.static and args.capacity_fraction < 1:
+            console.print(
+                f"The tables have rows for {args.capacity_fraction:.0%} of all ids, so rows were evicted, which costs "
+                "AUC against --full-capacity; --compare sets static tables beside dynamic ones with room for all.",
+                soft_wrap=True,
+            )
+        return 0
+    finally:
+        dist.destroy_process_group()
