@@ -50,6 +50,7 @@ class TableMachine(RuleBasedStateMachine):
     capacities = (32, 16)
     bag_size = 10
     batch_size = 2
+    most_warm_up = 4
     examples = 0
     evicting_examples = 0
     failing_examples = 0
@@ -97,7 +98,7 @@ class TableMachine(RuleBasedStateMachine):
         self.step = 0
         self.pending: list[Pending] = []
         self.dropped = [0, 0]
-        for seed in range(warm_up):
+        for seed in range(min(warm_up, self.most_warm_up)):
             self.backward(self.forward(self.bags(seed, self.bag_size)))
 
     def new_row(self, table: int, key: int) -> tuple[np.ndarray, np.ndarray]:

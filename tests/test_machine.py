@@ -14,7 +14,7 @@ EXAMPLES = {"cpu": (300, 50), "interpret": (20, 10), "cuda": (300, 50)}
 
 
 def test_state_machine_equals_the_oracle(backend: str) -> None:
-    sizes = {} if backend == "cpu" else {"capacities": (16, 16), "bag_size": 2, "batch_size": 1}
+    sizes = {} if backend == "cpu" else {"capacities": (16, 16), "bag_size": 2, "batch_size": 1, "most_warm_up": 1}
     machine = type("Machine", (TableMachine,), {"backend": backend, "examples": 0, "evicting_examples": 0, **sizes})
     examples, steps = EXAMPLES[backend]
     run_state_machine_as_test(
