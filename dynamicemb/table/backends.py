@@ -19,4 +19,6 @@ def kernels_for(device: torch.device) -> ModuleType:
         from dynamicemb.table import triton
 
         return triton
-    raise NotImplementedError(f"device: there are no table kernels for {device}; use torch.device('cpu') or a CUDA device")
+    raise NotImplementedError(
+        f"device: there are no table kernels for {device}; use torch.device('cpu') or a CUDA device"
+    )
