@@ -1,7 +1,7 @@
 """The pool of ranks itself: results, errors, deaths and hangs come back to the test."""
 
 import os
-import time
+import threading
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def die(rank: int, world_size: int) -> None:
 
 
 def sleep(rank: int, world_size: int, seconds: float) -> None:
-    time.sleep(seconds)
+    threading.Event().wait(seconds)
 
 
 def test_results_come_back_in_rank_order(ranks: RankPool) -> None:  # noqa: F811

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
-from dynamicemb.table.cpu.memory import F32
+from dynamicemb.table.cpu.memory import F32, read_f32, read_i32, read_i64
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
@@ -12,9 +12,6 @@ from dynamicemb.table.cpu.vectors import (
     item_size,
     load,
     prefetch_row,
-    read_f32,
-    read_i32,
-    read_i64,
     row_address,
     store_scaled,
     store_view,

@@ -45,6 +45,7 @@ def _reader(numba_type, llvm_type):
 read_i64 = _reader(types.int64, ir.IntType(64))
 read_u64 = _reader(types.uint64, ir.IntType(64))
 read_i32 = _reader(types.int32, ir.IntType(32))
+read_f32 = _reader(types.float32, ir.FloatType())
 read_u8 = _reader(types.uint8, ir.IntType(8))
 
 

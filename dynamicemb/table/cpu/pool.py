@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
-from dynamicemb.table.cpu.memory import F32, f32_at
+from dynamicemb.table.cpu.memory import F32, f32_at, read_f32, read_i32, read_i64
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
@@ -18,9 +18,6 @@ from dynamicemb.table.cpu.vectors import (
     load,
     prefetch_row,
     prefetch_span,
-    read_f32,
-    read_i32,
-    read_i64,
     row_address,
     split_point,
     store_scaled,

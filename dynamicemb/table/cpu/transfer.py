@@ -5,7 +5,6 @@ import torch
 from numba import njit, prange
 
 from dynamicemb.table.cpu.memory import (
-    BF16,
     F16,
     F32,
     bf16_to_f32,
@@ -16,9 +15,8 @@ from dynamicemb.table.cpu.memory import (
     u16_at,
 )
 from dynamicemb.table.cpu.threads import launcher
+from dynamicemb.table.cpu.vectors import DTYPE_CODES
 from dynamicemb.table.rows import RowStore
-
-DTYPE_CODES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 
 
 @launcher("rows")

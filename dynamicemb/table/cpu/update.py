@@ -8,7 +8,7 @@ from numba import get_num_threads, njit, prange
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.cpu.group import group_by_row
-from dynamicemb.table.cpu.memory import F32, f32_at
+from dynamicemb.table.cpu.memory import F32, f32_at, read_f32, read_i32, read_i64
 from dynamicemb.table.cpu.pool import bag_position, bag_scale, bags_view
 from dynamicemb.table.cpu.rules import apply_rule, rule_of, store_stochastic
 from dynamicemb.table.cpu.threads import launcher
@@ -21,9 +21,6 @@ from dynamicemb.table.cpu.vectors import (
     load,
     prefetch_row,
     prefetch_span,
-    read_f32,
-    read_i32,
-    read_i64,
     row_address,
     split_point,
     store_scaled,

@@ -23,6 +23,8 @@ from dynamicemb.table.cpu.memory import (
     f32_to_bf16,
     f32_to_f16,
     prefetch,
+    read_i32,
+    read_i64,
     u16_at,
 )
 from dynamicemb.table.rows import RowStore
@@ -32,24 +34,6 @@ DTYPE_CODES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 _CACHE_LINE = 64
 # Beyond this many bytes of one row the hardware's own stream prefetcher has taken over.
 _MAX_PREFETCH = 2048
-
-
-def _reader(numba_type, llvm_type):
-    @intrinsic
-    def read(typingctx, address, index):
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], llvm_type.as_pointer())
-            return builder.load(builder.gep(pointer, [args[1]]))
-
-        return numba_type(types.int64, types.int64), codegen
-
-    return read
-
-
-# ``read_i64(address, i)`` is element ``i`` of the int64 array at an address.
-read_i64 = _reader(types.int64, ir.IntType(64))
-read_i32 = _reader(types.int32, ir.IntType(32))
-read_f32 = _reader(types.float32, ir.FloatType())
 
 
 @intrinsic

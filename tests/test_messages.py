@@ -1,4 +1,4 @@
-"""What a newcomer meets first: the version, where warnings point, and messages that name the way out."""
+"""What a first user meets: the version, where warnings point, and messages that name the way out."""
 
 from pathlib import Path
 
