@@ -196,3 +196,40 @@ def test_c27_capacities_that_the_config_overrules_warn(options: dict[str, int], 
             topology=Topology(world_size=2, compute_device="cpu"),
             constraints={"a": constraint},
         )
+
+
+def break_one_rank(rank: int, world_size: int, case: Case, fault: str) -> str:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    model = build(case, world_size)
+    good = {"keys": ["f0", "f1"], "values": torch.arange(4), "lengths": torch.ones(4, dtype=torch.int64)}
+    bad = {
+        "float ids": {"values": torch.rand(4)},
+        "a missing feature": {"keys": ["f0", "other"]},
+        "lengths": {"lengths": torch.tensor([1, 1, 1, 2])},
+    }[fault]
+    try:
+        model(KeyedJaggedTensor(**(good | bad if rank == 1 else good)))
+    except (TypeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        message = "nothing raised"
+    # The group is usable, and nothing was inserted.
+    assert all(not rows for rows in exported(model).values())
+    outputs_of(case, model(KeyedJaggedTensor(**good)))
+    return message
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("float ids", "TypeError: features: ids must be int64, int32 or uint64, got torch.float32"),
+        ("a missing feature", "ValueError: features: ['f1'] are not in the batch"),
+        ("lengths", "ValueError: features: lengths must be non-negative and sum to the 4 ids"),
+    ],
+)
+def test_c04_a_bad_batch_on_one_rank_raises_on_all(ranks: RankPool, case: Case, fault: str, message: str) -> None:  # noqa: F811
+    first, second = ranks.run(2, break_one_rank, case, fault)
+    assert second.startswith(message)
+    assert first == "ValueError: features: the batch of another rank is malformed; its own error says how"

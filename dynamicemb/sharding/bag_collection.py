@@ -15,7 +15,6 @@ from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.constraints import is_dynamic
 from dynamicemb.sharding.pooled_output import RwPooledSharding
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
-from dynamicemb.sharding.torchrec_compat import as_kjt
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
 
 
@@ -97,7 +96,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def input_dist(self, ctx: DynamicBagContext, features: Any) -> Any:
         """Start the exchange of ids; see TorchRec's method."""
-        features = as_kjt(features)
+        features = self.checked(features, bool(self._is_weighted))
         if self._averaged:
             if features.variable_stride_per_key():
                 raise ValueError(

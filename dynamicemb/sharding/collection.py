@@ -24,7 +24,6 @@ from dynamicemb.sharding.shardings import (
     share_seed,
     split_off_dynamic,
 )
-from dynamicemb.sharding.torchrec_compat import as_kjt
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
 
 
@@ -88,7 +87,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
     def input_dist(self, ctx: DynamicCollectionContext, features: Any) -> Any:
         """Start the exchange of ids; see TorchRec's method."""
-        features = as_kjt(features)
+        features = self.checked(features)
         padded = pad_empty_batch(features)
         ctx.is_padded = padded is not features
         return super().input_dist(ctx, padded)

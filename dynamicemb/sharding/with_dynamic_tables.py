@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.sharding.check_features import checked_features
 from dynamicemb.sharding.constraints import is_dynamic
 from dynamicemb.sharding.kernels import DynamicKernel
 
@@ -20,6 +24,7 @@ class WithDynamicTables:
 
     CONFIGS: str
     PREFIX: str
+    _env: ShardingEnv
     _lookups: list[Any]
     module_sharding_plan: dict[str, Any]
 
@@ -36,6 +41,11 @@ class WithDynamicTables:
     def dynamic_table_names(self) -> list[str]:
         """Return the names of the dynamic tables."""
         return [name for name, plan in self.module_sharding_plan.items() if is_dynamic(plan)]
+
+    def checked(self, features: Any, weighted: bool = False) -> KeyedJaggedTensor:
+        """Return a batch that was checked on all ranks."""
+        names = [name for config in getattr(self, self.CONFIGS) for name in config.feature_names]
+        return checked_features(features, names, weighted, self._env.process_group)
 
     def reset_parameters(self) -> None:
         """Initialise static tables; rows of dynamic ones are initialised when their id comes."""

@@ -1,0 +1,63 @@
+"""Check a batch before it is exchanged, so that a bad one on one rank raises on all instead of leaving them waiting."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.sharding.torchrec_compat import as_kjt
+
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+def checked_features(features: Any, names: list[str], weighted: bool, group: dist.ProcessGroup) -> KeyedJaggedTensor:
+    """Return the batch as a KeyedJaggedTensor; a collective on the CPU.
+
+    Args:
+        features: what the user passed.
+        names: features that the collection reads.
+        weighted: whether it needs pooling weights.
+        group: ranks that share the tables. They agree on the outcome where that costs no device synchronisation: on a
+            GPU a bad batch raises on its rank only.
+
+    Raises:
+        TypeError: ids of a wrong dtype.
+        ValueError: a feature or the weights are missing, lengths do not fit, or another rank's batch is bad.
+    """
+    error: Exception | None = None
+    kjt: KeyedJaggedTensor | None = None
+    try:
+        kjt = as_kjt(features)
+        _check(kjt, names, weighted)
+    except Exception as caught:
+        error = caught
+    if dist.get_world_size(group) > 1 and (kjt is None or kjt.device().type == "cpu"):
+        failed = torch.tensor([int(error is not None)], device="cpu")
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if failed.item() and error is None:
+            error = ValueError("features: the batch of another rank is malformed; its own error says how")
+    if error is not None:
+        raise error
+    assert kjt is not None
+    return kjt
+
+
+def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool) -> None:
+    missing = [name for name in names if name not in kjt.keys()]
+    if missing:
+        raise ValueError(
+            f"features: {missing} are not in the batch, which has {kjt.keys()}; add them, if need be empty"
+        )
+    ids = kjt.values()
+    if ids.dtype not in _ID_DTYPES:
+        raise TypeError(f"features: ids must be int64, int32 or uint64, got {ids.dtype}; convert with values.long()")
+    if weighted and kjt.weights_or_none() is None:
+        raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
+    if ids.device.type == "cpu":
+        lengths = kjt.lengths()
+        if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.sum()) != ids.numel()):
+            raise ValueError(
+                f"features: lengths must be non-negative and sum to the {ids.numel()} ids, "
+                f"got a minimum of {int(lengths.min())} and a sum of {int(lengths.sum())}"
+            )
