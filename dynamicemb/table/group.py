@@ -9,7 +9,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.index import COUNTER_NAMES, DROPPED, FAILED, NOW, Index
+from dynamicemb.table.index import COUNTER_NAMES, DROPPED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.lookup import Lookup
@@ -269,10 +269,6 @@ class TableGroup:
             out[name] = {"size": size, "capacity": self.capacities[t], "load": size / self.capacities[t]}
             out[name].update(zip(COUNTER_NAMES, counters[t], strict=True))
         return out
-
-    def num_failed(self) -> int:
-        """Return how many occurrences found no place since construction."""
-        return int(self.index.counters[:, FAILED].sum())
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes allocated for ``rows`` and ``index``."""
