@@ -207,6 +207,7 @@ def break_one_rank(rank: int, world_size: int, case: Case, fault: str) -> str:
         "float ids": {"values": torch.rand(4)},
         "a missing feature": {"keys": ["f0", "other"]},
         "lengths": {"lengths": torch.tensor([1, 1, 1, 2])},
+        "another device": {name: good[name].to("meta") for name in ("values", "lengths")},
     }[fault]
     try:
         model(KeyedJaggedTensor(**(good | bad if rank == 1 else good)))
@@ -226,6 +227,7 @@ def break_one_rank(rank: int, world_size: int, case: Case, fault: str) -> str:
     [
         ("float ids", "TypeError: features: ids must be int64, int32 or uint64, got torch.float32"),
         ("a missing feature", "ValueError: features: ['f1'] are not in the batch"),
+        ("another device", "ValueError: features: ids are on meta"),
         ("lengths", "ValueError: features: lengths must be non-negative and sum to the 4 ids"),
     ],
 )

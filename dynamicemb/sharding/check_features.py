@@ -11,15 +11,18 @@ from dynamicemb.sharding.torchrec_compat import as_kjt
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-def checked_features(features: Any, names: list[str], weighted: bool, group: dist.ProcessGroup) -> KeyedJaggedTensor:
-    """Return the batch as a KeyedJaggedTensor; a collective on the CPU.
+def checked_features(
+    features: Any, names: list[str], weighted: bool, device: torch.device, group: dist.ProcessGroup | None
+) -> KeyedJaggedTensor:
+    """Return the batch as a KeyedJaggedTensor; a collective on `group`.
 
     Args:
         features: what the user passed.
         names: features that the collection reads.
         weighted: whether it needs pooling weights.
-        group: ranks that share the tables. They agree on the outcome where that costs no device synchronisation: on a
-            GPU a bad batch raises on its rank only.
+        device: where the tables are.
+        group: ranks that agree on the outcome, so that a bad batch raises on all; None raises on its rank only. The
+            same on all ranks: what one rank's batch is must not decide whether it takes part.
 
     Raises:
         TypeError: ids of a wrong dtype.
@@ -29,10 +32,10 @@ def checked_features(features: Any, names: list[str], weighted: bool, group: dis
     kjt: KeyedJaggedTensor | None = None
     try:
         kjt = as_kjt(features)
-        _check(kjt, names, weighted)
+        _check(kjt, names, weighted, device)
     except Exception as caught:
         error = caught
-    if dist.get_world_size(group) > 1 and (kjt is None or kjt.device().type == "cpu"):
+    if group is not None and dist.get_world_size(group) > 1:
         failed = torch.tensor([int(error is not None)], device="cpu")
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
         if failed.item() and error is None:
@@ -43,7 +46,7 @@ def checked_features(features: Any, names: list[str], weighted: bool, group: dis
     return kjt
 
 
-def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool) -> None:
+def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool, device: torch.device) -> None:
     missing = [name for name in names if name not in kjt.keys()]
     if missing:
         raise ValueError(
@@ -52,6 +55,8 @@ def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool) -> None:
     ids = kjt.values()
     if ids.dtype not in _ID_DTYPES:
         raise TypeError(f"features: ids must be int64, int32 or uint64, got {ids.dtype}; convert with values.long()")
+    if ids.device.type != device.type:
+        raise ValueError(f"features: ids are on {ids.device}, the tables on {device}; move the batch with .to(device)")
     if weighted and kjt.weights_or_none() is None:
         raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
     if ids.device.type == "cpu":

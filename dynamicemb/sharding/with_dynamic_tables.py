@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.embedding.construct import check_device
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.sharding.check_features import checked_features
 from dynamicemb.sharding.constraints import is_dynamic
@@ -24,6 +26,7 @@ class WithDynamicTables:
 
     CONFIGS: str
     PREFIX: str
+    _device: torch.device | None
     _env: ShardingEnv
     _lookups: list[Any]
     module_sharding_plan: dict[str, Any]
@@ -45,7 +48,10 @@ class WithDynamicTables:
     def checked(self, features: Any, weighted: bool = False) -> KeyedJaggedTensor:
         """Return a batch that was checked on all ranks."""
         names = [name for config in getattr(self, self.CONFIGS) for name in config.feature_names]
-        return checked_features(features, names, weighted, self._env.process_group)
+        # On a GPU the agreement would wait for the device in every step.
+        device = check_device(self._device)
+        agreeing = self._env.process_group if device.type == "cpu" else None
+        return checked_features(features, names, weighted, device, agreeing)
 
     def reset_parameters(self) -> None:
         """Initialise static tables; rows of dynamic ones are initialised when their id comes."""
