@@ -142,7 +142,7 @@ def row_gradients(
 
 
 def clock_at(updates: int) -> torch.Tensor:
-    """Return a clock at the given number of optimizer steps."""
+    """Return a clock whose next optimizer step is the given one."""
     clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64)
-    clock[UPDATES] = updates
+    clock[UPDATES] = updates - 1
     return clock

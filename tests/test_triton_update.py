@@ -50,7 +50,7 @@ def case(kind, dims, dtype, pooling, features=(1, 2), seed=0, **options):
 
 def run(kernels, device, store, spec, lookup, grad, *, step=3, rate=0.1):
     clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64)
-    clock[UPDATES] = step
+    clock[UPDATES] = step - 1
     arguments = (grad, clock, torch.tensor([rate]), KEYS[: store.num_tables].clone())
     here = to_device(lookup, device)
     kernels.update(store, spec, here, *(x.to(device) for x in arguments))
@@ -269,7 +269,7 @@ def test_a_captured_update_reads_clock_rate_and_rows_on_the_device(pooling):
             part[part >= 0] = swap[part[part >= 0].long() - first] // step + first
         here.rows.copy_(lookup.rows)
         grad = torch.randn_like(grad)
-        clock[UPDATES] = step
+        clock[UPDATES] = step - 1
         rate.fill_(0.1 * step)
         gradient.copy_(grad)
         graph.replay()

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_TIMESTAMP
 
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -285,9 +285,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             )
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
-        ranges = layout.table_ranges(batch.offsets)
         with self._group.lock:
-            lookup = _lookup(batch, layout, ranges, self._group.find(batch.ids, ranges))
+            opened = self._group.open_batch(batch.offsets, layout, batch.ids.numel())
+            lookup = _lookup(batch, layout, opened, self._group.find(batch.ids, opened.table_ranges))
             # The rows stay as they are, but the pooling weights still want their gradient.
             return LookupFunction.apply(
                 self._empty_tensor.detach(), batch.per_sample_weights, self._group, lookup, None, self._eval_reading
@@ -295,14 +295,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
-        # Backward trusts the offsets; the caller may refill his buffer before.
-        batch = replace(batch, offsets=batch.offsets.clone())
-        ranges = layout.table_ranges(batch.offsets)
         with group.lock:
-            step = group.begin_step()
+            step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
             try:
-                rows, _ = group.find_or_insert(batch.ids, ranges, batch.frequencies)
-                lookup = _lookup(batch, layout, ranges, rows)
+                rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)
+                lookup = _lookup(batch, layout, opened, rows)
                 training = TrainingStep(self, step, group.epoch)
                 output: torch.Tensor = LookupFunction.apply(
                     self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
@@ -477,10 +474,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def _lookup(batch: Batch, layout: FeatureLayout, table_ranges: torch.Tensor, rows: torch.Tensor) -> Lookup:
+def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.Tensor) -> Lookup:
     weights = batch.per_sample_weights
     weights = None if weights is None else weights.detach().float().contiguous()
-    return Lookup(batch.ids, rows, table_ranges, batch.offsets, layout, weights)
+    return Lookup(batch.ids, rows, opened.table_ranges, opened.offsets, layout, weights)
 
 
 def _check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:

@@ -12,8 +12,9 @@ from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.index import COUNTER_NAMES, DROPPED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
+from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
-from dynamicemb.table.results import InsertEvents
+from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.steps import Step, StepTracker
@@ -120,10 +121,7 @@ class TableGroup:
         Args:
             training: whether it is a training forward, which STEP scores count.
         """
-        shift = self.steps.rebase()
-        if shift:
-            self.kernels.rebase(self.index, shift)
-        step = self.steps.begin()
+        step = self._next_step()
         strategy = self.options.strategy
         if strategy == SCORE_STEP and not training:
             # A strategy whose score value stays as it is.
@@ -131,14 +129,34 @@ class TableGroup:
         self.kernels.advance(self.index, self.steps.lag(), strategy)
         return step
 
+    def _next_step(self) -> Step:
+        shift = self.steps.rebase()
+        if shift:
+            self.kernels.rebase(self.index, shift)
+        return self.steps.begin()
+
     # Lookups
+
+    def open_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> OpenBatch:
+        """Begin an evaluation: find the occurrences of each table."""
+        return self.kernels.open_batch(self.index, offsets, layout, num_ids)
+
+    def open_training_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> tuple[Step, OpenBatch]:
+        """Begin a training forward: ``open_batch`` and ``begin_step`` in one."""
+        step = self._next_step()
+        clock = (self.steps.lag(), self.options.strategy)
+        return step, self.kernels.open_batch(self.index, offsets, layout, num_ids, clock)
 
     def find(self, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
         """Return i32 ``[N]`` rows, -1 where absent; changes nothing."""
         return self.kernels.find(self.index, ids, table_ranges, False)
 
     def find_or_insert(
-        self, ids: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        table_ranges: torch.Tensor,
+        frequencies: torch.Tensor | None = None,
+        scratch: Any = None,
     ) -> tuple[torch.Tensor, InsertEvents]:
         """Look ids up for training: touch what is there, insert and initialise what is not.
 
@@ -148,12 +166,16 @@ class TableGroup:
             ids: i64 ``[N]``.
             table_ranges: i64 ``[T+1]``.
             frequencies: i64 ``[N]``, how often each occurrence counts for LFU; None is once.
+            scratch: of the ``OpenBatch``, if there is one.
 
         Returns:
             ``(rows i32[N], events)``; rows are -1 for ids that found their bucket full of protected ids.
         """
-        return self.kernels.find_or_insert(
-            self.index, self.store, self.initializers, ids, table_ranges, frequencies, self._state_values
+        args = (self.index, self.store, self.initializers, ids, table_ranges, frequencies, self._state_values)
+        return (
+            self.kernels.find_or_insert(*args)
+            if scratch is None
+            else self.kernels.find_or_insert(*args, scratch=scratch)
         )
 
     def rows_still_owned(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -171,7 +193,6 @@ class TableGroup:
             lookup: occurrences whose rows still belong to their ids, or are -1.
             grad: gradient of the lookup's output.
         """
-        self.kernels.begin_update(self.index)
         clock = self.index.clock
         self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, self.initializers.keys)
 

@@ -24,8 +24,11 @@ EVICTED = 3
 FAILED = 4
 ERASED = 5
 DROPPED = 6  # gradients of ids that were gone by the time of backward
-NUM_COUNTERS = 7
-COUNTER_NAMES = ("hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients")
+CLAMPED = 7  # offsets and frequencies on a GPU that were out of range
+NUM_COUNTERS = 8
+COUNTER_NAMES = (
+    "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs",
+)  # fmt: skip
 
 # keys, digests, scores, rows, tags.
 INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4

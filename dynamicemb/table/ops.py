@@ -41,7 +41,7 @@ _SCHEMAS = {
     "pool": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT},"
     " Tensor? per_sample_weights, Tensor missing_values, ScalarType output_dtype) -> Tensor",
     "update": f"({_STORE.format('(a!)')}, {_BATCH}, Tensor rows, Tensor offsets, {_LAYOUT},"
-    " Tensor? per_sample_weights, Tensor grad, Tensor clock, Tensor learning_rate, Tensor table_keys,"
+    " Tensor? per_sample_weights, Tensor grad, Tensor(b!) clock, Tensor learning_rate, Tensor table_keys,"
     " int kind, float[] settings, bool gradient_clipping, bool stochastic_rounding) -> ()",
     "pool_weights_grad": f"({_STORE.format('')}, Tensor rows, Tensor offsets, {_LAYOUT}, Tensor grad) -> Tensor",
 }

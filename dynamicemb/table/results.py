@@ -1,8 +1,22 @@
 """What the kernels return beside rows."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+
+class OpenBatch(NamedTuple):
+    """A lookup that has begun.
+
+    Attributes:
+        offsets: i64 ``[F*B+1]``, safe to index with; without pooling anything.
+        table_ranges: i64 ``[T+1]``, the occurrences of each table.
+        scratch: what ``find_or_insert`` works in, or None.
+    """
+
+    offsets: torch.Tensor
+    table_ranges: torch.Tensor
+    scratch: Any = None
 
 
 class InsertResult(NamedTuple):

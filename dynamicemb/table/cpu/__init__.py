@@ -1,12 +1,13 @@
 """Kernels in numba, for tables on the CPU."""
 
-from dynamicemb.table.cpu.advance import advance, begin_update, rebase
+from dynamicemb.table.cpu.advance import advance, rebase
 from dynamicemb.table.cpu.erase import erase, rebuild
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
 from dynamicemb.table.cpu.gather import gather
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
+from dynamicemb.table.cpu.open_batch import open_batch
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
 from dynamicemb.table.cpu.scan import scan
 from dynamicemb.table.cpu.transfer import read_rows, write_rows
@@ -14,13 +15,13 @@ from dynamicemb.table.cpu.update import update
 
 __all__ = [
     "advance",
-    "begin_update",
     "erase",
     "find",
     "find_or_insert",
     "gather",
     "initialize",
     "insert",
+    "open_batch",
     "pool",
     "pool_weights_grad",
     "read_rows",

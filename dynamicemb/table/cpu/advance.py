@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, UPDATES, Index
+from dynamicemb.table.index import NOW, OLDEST, STEP, Index
 from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
 
 
@@ -24,11 +24,6 @@ def advance(index: Index, lag: int, strategy: int) -> None:
         index.score_values.fill_(int(clock[NOW]))
     elif strategy == SCORE_STEP:
         index.score_values += 1
-
-
-def begin_update(index: Index) -> None:
-    """Count an optimizer application; ``clock[UPDATES]`` is then the number of this one, from 1."""
-    index.clock.numpy()[UPDATES] += 1
 
 
 def rebase(index: Index, shift: int) -> None:

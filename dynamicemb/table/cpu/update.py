@@ -78,14 +78,15 @@ def update(
         spec: the optimizer.
         lookup: occurrences of the forward.
         grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
-        clock: i64 ``[CLOCK_SIZE]``; UPDATES is the number of this step, from 1: Adam's t and the step of stochastic
-            rounding.
+        clock: i64 ``[CLOCK_SIZE]``; UPDATES counts this step, in place, and is then its number: Adam's t and the step
+            of stochastic rounding.
         learning_rate: f32 ``[1]``, used in place of the spec's.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
         groups: ``group_by_row(lookup.rows)`` if known.
 
     Host sync: none (CPU). Bytes moved: 2 U * row size + N * D * gradient size + 40 N.
     """
+    clock.numpy()[UPDATES] += 1
     groups = group_by_row(lookup.rows) if groups is None else groups
     if groups[0].numel():
         _launch(lookup.rows, store, (spec, clock, learning_rate, table_keys), lookup, grad, groups)

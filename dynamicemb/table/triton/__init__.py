@@ -1,11 +1,12 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
-from dynamicemb.table.triton.advance import advance, begin_update, rebase
+from dynamicemb.table.triton.advance import advance, rebase
 from dynamicemb.table.triton.erase import erase, rebuild
 from dynamicemb.table.triton.find import find
 from dynamicemb.table.triton.find_or_insert import find_or_insert
 from dynamicemb.table.triton.gather import gather
 from dynamicemb.table.triton.initialize import initialize
+from dynamicemb.table.triton.open_batch import open_batch
 from dynamicemb.table.triton.pool import pool, pool_weights_grad
 from dynamicemb.table.triton.scan import scan
 from dynamicemb.table.triton.transfer import read_rows, write_rows
@@ -13,12 +14,12 @@ from dynamicemb.table.triton.update import update
 
 __all__ = [
     "advance",
-    "begin_update",
     "erase",
     "find",
     "find_or_insert",
     "gather",
     "initialize",
+    "open_batch",
     "pool",
     "pool_weights_grad",
     "read_rows",

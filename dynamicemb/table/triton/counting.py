@@ -3,6 +3,16 @@
 import triton
 import triton.language as tl
 
+# A frequency is a count of one batch; the bound keeps sums of scores far from the end of int64.
+_MAX_FREQUENCY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def clamp_frequencies(frequencies):
+    """Return frequencies as they count, in 1..2^31-1, and which of them were not."""
+    legal = tl.minimum(tl.maximum(frequencies, 1), _MAX_FREQUENCY)
+    return legal, legal != frequencies
+
 
 @triton.jit
 def count_by_table(column_ptr, table, counted, NUM_COLUMNS: tl.constexpr):

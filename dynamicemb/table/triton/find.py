@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import HITS, MISSES, NUM_COUNTERS, STEP, Index
-from dynamicemb.table.triton.counting import count_by_table
+from dynamicemb.table.index import CLAMPED, HITS, MISSES, NUM_COUNTERS, STEP, Index
+from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
     bucket_of,
     bytes_equal,
@@ -15,7 +15,7 @@ from dynamicemb.table.triton.hashing import (
     mix,
     table_of,
 )
-from dynamicemb.table.triton.launch import launch, padded_tables
+from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
 from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, note
 
 # On an H200, of 32 to 256 ids and 1 to 8 warps per program none is faster all round: 32 ids take 3 % less time where
@@ -88,12 +88,13 @@ def _find(
         "STEP_INDEX": STEP,
         "HITS_COLUMN": HITS,
         "MISSES_COLUMN": MISSES,
+        "CLAMPED_COLUMN": CLAMPED,
         "MISSING_COUNT": MISSING_COUNT,
         "NUM_COLUMNS": NUM_COUNTERS,
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": _BLOCK,
     }
-    launch(_find_kernel, (triton.cdiv(ids.numel(), _BLOCK),), args, constants, num_warps=_NUM_WARPS)
+    launch(_find_kernel, (cdiv(ids.numel(), _BLOCK),), args, constants, num_warps=_NUM_WARPS)
     return out
 
 
@@ -176,6 +177,7 @@ def _find_kernel(
     STEP_INDEX: tl.constexpr,
     HITS_COLUMN: tl.constexpr,
     MISSES_COLUMN: tl.constexpr,
+    CLAMPED_COLUMN: tl.constexpr,
     MISSING_COUNT: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     TABLES: tl.constexpr,
@@ -200,7 +202,9 @@ def _find_kernel(
         row = tl.load(rows_ptr + slot, mask=hit, other=-1)
     amount = tl.full([BLOCK], 1, tl.int64)
     if HAS_FREQUENCIES & ACCUMULATE:
-        amount = tl.load(frequencies_ptr + i, mask=inside, other=0)
+        amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
+        if tl.max(clamped.to(tl.int32), 0) > 0:
+            count_by_table(counters_ptr + CLAMPED_COLUMN, table, clamped, NUM_COLUMNS)
     if TOUCH:
         touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
               tl.load(score_values_ptr + table), ACCUMULATE)  # fmt: skip

@@ -1,6 +1,6 @@
 """A training lookup: find and touch, insert what is missing, fill the new rows."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,36 +14,22 @@ from dynamicemb.table.triton.insert import insert
 from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing, elect, order, settle
 
 
-@dataclass(frozen=True)
-class Inserted:
-    """``InsertEvents`` of the GPU: the outcome of each leader, still on the device.
+class Inserted(NamedTuple):
+    """``InsertEvents`` of the GPU: the outcome of each leader, still on the device."""
 
-    Attributes:
-        counts: i32 ``[1]``, L - 1.
-        positions: i32 ``[N]``, the leading occurrence; ``[L]`` count, like all that follow.
-        outcomes: i32 ``[N]``.
-        victim_ids: i64 ``[N]``.
-        victim_scores: i64 ``[N]``.
-    """
-
-    counts: torch.Tensor
-    positions: torch.Tensor
-    outcomes: torch.Tensor
-    victim_ids: torch.Tensor
-    victim_scores: torch.Tensor
+    missing: Missing
 
     def result(self) -> InsertResult:
         """Return the outcome in batch order. Host sync: one, for the number of leaders, and those of the selections."""
-        num_leaders = int(self.counts[0]) + 1
-        positions, by_position = self.positions[:num_leaders].long().sort()
-        outcomes = self.outcomes[:num_leaders][by_position]
+        num_leaders = int(self.missing.tensor("counts", 1)[0]) + 1
+        parts = ("positions", "outcomes", "victim_ids", "victim_scores")
+        positions, outcomes, victim_ids, victim_scores = (self.missing.tensor(part, num_leaders) for part in parts)
+        positions, by_position = positions.long().sort()
+        outcomes = outcomes[by_position]
         evicted = outcomes == EVICTED_OUTCOME
         victims = by_position[evicted]
         return InsertResult(
-            positions[outcomes != FAILED_OUTCOME],
-            positions[evicted],
-            self.victim_ids[victims],
-            self.victim_scores[victims],
+            positions[outcomes != FAILED_OUTCOME], positions[evicted], victim_ids[victims], victim_scores[victims]
         )
 
 
@@ -56,6 +42,7 @@ def find_or_insert(
     frequencies: torch.Tensor | None,
     state_values: torch.Tensor,
     deterministic: bool | None = None,
+    scratch: Missing | None = None,
 ) -> tuple[torch.Tensor, Inserted]:
     """Return the row of every id, placing and initialising those that are missing.
 
@@ -71,6 +58,7 @@ def find_or_insert(
             and, where a bucket cannot hold all, the same ids fail. None asks
             ``torch.are_deterministic_algorithms_enabled()``. Otherwise the order within a bucket is any; without
             failures it leaves the same ids and scores.
+        scratch: of ``open_batch``, which then decides whether it is deterministic; None allocates and fills it here.
 
     Returns:
         ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not deterministic, an event
@@ -79,17 +67,13 @@ def find_or_insert(
     Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 70 bytes per id, from torch's
     allocator), so a call that is cut short leaves nothing behind in the next one's way.
     """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    missing = Missing.create(index, ids.numel(), deterministic)
+    missing = Missing.allocate(index, ids.numel(), deterministic).filled() if scratch is None else scratch
     rows = find_and_list(index, ids, table_ranges, frequencies, missing)
     if ids.numel() > 0:
         elect(index, ids, rows, table_ranges, frequencies, missing)
-        if deterministic:
+        if missing.ordered:
             order(index, ids, table_ranges, rows, missing)
         insert(index, rows, missing)
         initialize_leaders(store, initializers, missing, state_values)
         settle(index, table_ranges, rows, missing)
-    return rows, Inserted(
-        missing.counts, missing.positions, missing.outcomes, missing.victim_ids, missing.victim_scores
-    )
+    return rows, Inserted(missing)

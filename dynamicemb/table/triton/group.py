@@ -1,6 +1,7 @@
 """Group the occurrences of a batch by row, and cut the groups into units of work."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -8,7 +9,7 @@ import triton.language as tl
 
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import launch
+from dynamicemb.table.triton.launch import cdiv, launch
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 
 # Occurrences of a segment that one program sums; a longer segment is cut into so long pieces, counted from its start.
@@ -28,7 +29,7 @@ _COUNT_MASK = tl.constexpr((1 << 8) - 1)
 _TABLE_MASK = tl.constexpr((1 << 22) - 1)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Groups:
     """Occurrences sorted by row, and the work on them. Lists have no order; their lengths are on the device.
 
@@ -47,12 +48,17 @@ class Groups:
     """
 
     order: torch.Tensor
-    counts: torch.Tensor
-    words: torch.Tensor
+    counts: Any
+    words: Any
     most_long: int
 
 
-def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
+def most_long_segments(num: int) -> int:
+    """Return how many segments of more than PIECE occurrences there can be among ``num``."""
+    return num // PIECE + 1
+
+
+def group_by_row(store: RowStore, lookup: Lookup, counts: Any = None, words: Any = None) -> Groups:
     """Sort the occurrences of a lookup by row, keeping their order within a row, and list the units of work.
 
     The sort is stable and the pieces are counted from their segment's start, so what is summed
@@ -61,22 +67,36 @@ def group_by_row(store: RowStore, lookup: Lookup) -> Groups:
     Args:
         store: the rows.
         lookup: occurrences of the forward; those of row -1 are in no unit.
+        counts: memory for ``Groups.counts``, zeros; None allocates it, and ``words``, here.
+        words: memory for ``Groups.words``.
 
     Example: ``rows = [7, -1, 3, 7]`` gives ``order = [1, 2, 0, 3]`` and the units (begin 1, count 1) and (2, 2).
 
     Host sync: none. Bytes moved: 4 N + 96 N for the sort, 20 N + 16 for each unit.
     """
-    rows = lookup.rows.contiguous()
+    rows = lookup.rows
     num, device = rows.numel(), rows.device
+    most_long = most_long_segments(num)
+    if counts is None:
+        counts = torch.zeros(3, dtype=torch.int32, device=device)
+        words = torch.empty(3 * (num + most_long), dtype=torch.int64, device=device)
     ordered, order = torch.sort(rows, stable=True)
-    most_long = num // PIECE + 1
-    counts = torch.zeros(3, dtype=torch.int32, device=device)
-    words = torch.empty(3 * (num + most_long), dtype=torch.int64, device=device)
-    tables = (lookup.table_ranges, store.chunk_bases, store.row_bytes)
     launch(
         _group_kernel,
-        (-(-num // _BLOCK),),
-        (ordered, order, *tables, counts, words, num, most_long, store.num_tables, store.chunk_shift),
+        (cdiv(num, _BLOCK),),
+        (
+            ordered,
+            order,
+            lookup.table_ranges,
+            store.chunk_bases,
+            store.row_bytes,
+            counts,
+            words,
+            num,
+            most_long,
+            store.num_tables,
+            store.chunk_shift,
+        ),
         {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK},
         num_warps=_WARPS,
     )

@@ -6,12 +6,12 @@ import triton.language as tl
 
 from dynamicemb.table.initializers import DEBUG_MODULUS, NUM_PARAMS, InitializerTable
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.philox import philox4x32, words_of
+from dynamicemb.table.triton.rows import row_shape
 
 _MODE_MASK = "_mode_mask"
-_ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Philox calls of one program at a time, each for four columns: as wide as the widest row, up to 256 columns.
 _CALLS = 128
 _MOST_CALLS_PER_ROW = 64
@@ -38,7 +38,7 @@ def initialize(
     Host sync: one, the first time an ``InitializerTable`` is seen, to learn which modes it has. Bytes moved:
     ``row_bytes`` written and 16 read for each row.
     """
-    _initialize(store, initializers, rows, ids, tables, state_values, None)
+    _initialize(store, initializers, (rows, ids, tables), state_values, rows.numel(), None)
 
 
 def initialize_leaders(
@@ -46,7 +46,7 @@ def initialize_leaders(
 ) -> None:
     """Initialise the rows that the leaders of a lookup got; how many there are is read on the device."""
     m = missing
-    _initialize(store, initializers, m.leader_rows, m.leader_ids, m.leader_tables, state_values, m.counts)
+    _initialize(store, initializers, (m.leader_rows, m.leader_ids, m.leader_tables), state_values, m.num_ids, m.counts)
 
 
 def _mode_mask(initializers: InitializerTable) -> int:
@@ -58,31 +58,29 @@ def _mode_mask(initializers: InitializerTable) -> int:
     return mask
 
 
-def _initialize(store, initializers, rows, ids, tables, state_values, counts) -> None:
-    num_rows = rows.numel()
+def _initialize(store, initializers, leaders, state_values, num_rows, counts) -> None:
     if num_rows == 0:
         return
     # Columns up to the state, in calls of four; the state and the row's tail, in floats.
-    max_dim = max(row_format.dim for row_format in store.formats)
-    calls = min(power_of_two(triton.cdiv(max_dim, 4)), _MOST_CALLS_PER_ROW)
-    tail = max(f.num_bytes(store.dtype) - f.state_offset(store.dtype) for f in store.formats) // 4
+    shape = row_shape(store)
+    calls = min(power_of_two(cdiv(shape.max_dim, 4)), _MOST_CALLS_PER_ROW)
     tile = _CALLS // calls
     args = (
         store.chunk_bases, store.dims, store.num_states, store.row_bytes, store.state_offsets, initializers.modes,
-        initializers.params, initializers.keys, rows, ids, tables, state_values, rows if counts is None else counts,
-        store.chunk_shift, num_rows, max_dim, tail,
+        initializers.params, initializers.keys, *leaders, state_values, leaders[0] if counts is None else counts,
+        store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
     )  # fmt: skip
     constants = {
         "COUNTED": counts is not None,
         "MODES": _mode_mask(initializers),
         "NUM_PARAMS": NUM_PARAMS,
-        "ELEMENT": _ELEMENTS[store.dtype],
+        "ELEMENT": shape.weight,
         "ELEMENT_BYTES": store.dtype.itemsize,
         "TILE": tile,
         "CALLS": calls,
         "MODULUS": DEBUG_MODULUS,
     }
-    grid = persistent_grid(rows.device, triton.cdiv(num_rows, tile))
+    grid = persistent_grid(store.device, cdiv(num_rows, tile))
     launch(_initialize_kernel, grid, args, constants, num_warps=1, enable_fp_fusion=False)
 
 

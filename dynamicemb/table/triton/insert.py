@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynamicemb.table.index import OLDEST, STEP, Index
 from dynamicemb.table.triton.hashing import digest_of, group_of, mix
-from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
 
 # Small buckets are taken so many slots at a time: on an H200, 256 and 512 take 20 % and 30 % longer to evict.
@@ -36,7 +36,7 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     num_warps = 1 if capacity <= _MOST_SLOTS_PER_WARP else 4
     tile = min(power_of_two(capacity), _TILE)
     lists = max(1, _SLOTS // tile)
-    grid = persistent_grid(rows.device, triton.cdiv(rows.numel(), lists), num_warps)
+    grid = persistent_grid(rows.device, cdiv(rows.numel(), lists), num_warps)
     m = missing
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.clock, rows, m.heads,

@@ -1,10 +1,15 @@
-"""How kernels are launched: grids, and a way past most of Triton's launch overhead."""
+"""How kernels are launched: grids, and a way past most of Triton's launch overhead.
+
+A small training step is bound by the host, and on a busy server a launch through Triton's front door takes as long as
+the kernel of a thousand ids. So integers that Triton offers as functions of its own language (``cdiv``,
+``next_power_of_2``) are computed here in Python, and compiled kernels are called directly.
+"""
 
 import functools
 from typing import Any
 
 import torch
-import triton
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 # Programs of one warp that one multiprocessor holds at once.
@@ -14,11 +19,64 @@ _INTERPRETED_PROGRAMS = 2
 
 # Kernels compiled for pointers that are all multiples of this many bytes.
 _ALIGNMENT = 16
+# By kernel (``id``, as hashing a kernel takes longer than finding it), device, constants and options.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
+class Int32Address(int):
+    """An address inside of scratch memory on a GPU, where a view would cost the host ten times as much."""
+
+    dtype = torch.int32
+
+
+class Int64Address(int):
+    """As ``Int32Address``, of 64-bit integers."""
+
+    dtype = torch.int64
+
+
+class Float32Address(int):
+    """As ``Int32Address``, of floats."""
+
+    dtype = torch.float32
+
+
+Address = Int32Address | Int64Address | Float32Address
+_ADDRESSES = {torch.int32: Int32Address, torch.int64: Int64Address, torch.float32: Float32Address}
+
+
+class _Typed:
+    """What Triton wants to see of an address when it compiles a kernel for it."""
+
+    def __init__(self, address: Any):
+        self._address = int(address)
+        self.dtype = address.dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+# Anything that a kernel takes: addresses stand for tensors.
+Argument = torch.Tensor | int
+
+
+def carve(scratch: torch.Tensor, begin: int, count: int, dtype: torch.dtype) -> Any:
+    """Return a part of scratch memory as kernels take it: an address on a GPU, elsewhere a view.
+
+    Args:
+        scratch: i32, the whole.
+        begin: first element of the part, a multiple of 4, which keeps it a multiple of 16 bytes.
+        count: elements of the part.
+        dtype: int32, int64 or float32; ``begin`` counts int32 all the same.
+    """
+    if scratch.is_cuda:
+        return _ADDRESSES[dtype](scratch.data_ptr() + 4 * begin)
+    words = count * (dtype.itemsize // 4)
+    return scratch[begin : begin + words].view(dtype)
+
+
 def launch(
-    kernel: Any, grid: tuple[int], args: tuple[torch.Tensor | int, ...], constants: dict[str, Any], **options: Any
+    kernel: Any, grid: tuple[int], args: tuple[Argument, ...], constants: dict[str, Any], **options: Any
 ) -> None:
     """Launch a kernel, as ``kernel[grid](*args, **constants, **options)`` does, in a fraction of the host's time.
 
@@ -29,31 +87,49 @@ def launch(
         kernel: a ``@triton.jit`` function whose integers are all in ``do_not_specialize``; their types, and the dtypes
             of its tensors, are the same in every launch.
         grid: programs.
-        args: tensors and integers below 2**31, in the order of the kernel's parameters.
+        args: tensors or their addresses, and integers below 2**31, in the order of the kernel's parameters. The first
+            is a tensor: its device runs the kernel.
         constants: the constexpr parameters that follow, in order.
         options: ``num_warps`` and other options of Triton.
     """
     if not isinstance(kernel, JITFunction):
         kernel[grid](*args, **constants, **options)
         return
-    words = []
+    device = args[0].get_device()  # type: ignore[union-attr]
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, args, constants, **options)
+        return
+    words: list[int] = []
     pointers = 0
     for arg in args:
-        word = arg
-        if not isinstance(arg, int):
+        if isinstance(arg, int):
+            words.append(arg)
+        else:
             word = arg.data_ptr()
             pointers |= word
-        words.append(word)
-    values = tuple(constants.values())
-    key = (kernel, torch.cuda.current_device(), values, *options.values())
+            words.append(word)
+    values = (*constants.values(),)
+    key = (id(kernel), device, values, *options.values())
     compiled = _compiled.get(key) if pointers % _ALIGNMENT == 0 else None
-    if compiled is not None:
+    if compiled is None:
+        assert kernel.arg_names[len(args) :] == list(constants)
+        typed = [_Typed(arg) if isinstance(arg, Address) else arg for arg in args]
+        compiled = kernel[grid](*typed, **constants, **options)
+        if pointers % _ALIGNMENT == 0:
+            _compiled[key] = compiled
+    elif _is_profiled():
         compiled[(grid[0], 1, 1)](*words, *values)
-        return
-    assert kernel.arg_names[len(args) :] == list(constants)
-    compiled = kernel[grid](*args, **constants, **options)
-    if pointers % _ALIGNMENT == 0:
-        _compiled[key] = compiled
+    else:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        run(grid[0], 1, 1, stream, function, metadata, None, None, None, *words, *values)
+
+
+def _is_profiled() -> bool:
+    """Say whether somebody, as Triton's profiler, wants to hear of launches."""
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
 
 
 @functools.cache
@@ -71,14 +147,19 @@ def persistent_grid(device: torch.device, most: int, num_warps: int = 1) -> tupl
     """
     programs = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = torch._C._cuda_getDevice() if device.index is None else device.index
         programs = _num_processors(index) * max(1, _PROGRAMS_PER_PROCESSOR // num_warps)
     return (max(1, min(most, programs)),)
 
 
+def cdiv(n: int, by: int) -> int:
+    """Return ``n / by`` rounded up."""
+    return -(-n // by)
+
+
 def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least ``n``."""
-    return triton.next_power_of_2(max(1, n))
+    """Return the smallest power of two that is at least ``n`` and 1."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def padded_tables(num_tables: int) -> int:

@@ -6,16 +6,19 @@ them, in batch order). ``settle``, after the insert: the others read what became
 costs its bucket one entry, however often it occurs.
 """
 
+import functools
+import itertools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
-from dynamicemb.table.triton.counting import count_by_table
+from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
-from dynamicemb.table.triton.launch import launch, padded_tables, persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import carve, cdiv, launch, padded_tables, persistent_grid, power_of_two
 
 # A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
 MAX_IDS = 2**29 - 1
@@ -31,22 +34,66 @@ LIST_COUNT = 1
 MISSING_COUNT = 2
 
 # Sorts after every list.
-_LAST_KEY = 2**31 - 1
+_LAST = tl.constexpr(2**31 - 1)
+
+_LEADERS = tl.constexpr(LEADER_COUNT)
+_LISTS = tl.constexpr(LIST_COUNT)
+_MISSING = tl.constexpr(MISSING_COUNT)
+_INSERTED = tl.constexpr(INSERTED)
+_EVICTED = tl.constexpr(EVICTED)
+_FAILED = tl.constexpr(FAILED)
+_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
 
 
-@dataclass(frozen=True)
+class _Places(NamedTuple):
+    """Where each part of the scratch memory begins, in words of 4 bytes, all multiples of 4; ``end`` is the size."""
+
+    claims: int
+    heads: int
+    counts: int
+    amounts: int
+    leader_ids: int
+    victim_ids: int
+    victim_scores: int
+    leader_tables: int
+    leader_buckets: int
+    positions: int
+    next: int
+    work: int
+    leader_rows: int
+    outcomes: int
+    end: int
+
+
+@functools.lru_cache(maxsize=64)
+def _places(num_ids: int, num_claims: int, num_lists: int, accumulate: bool) -> _Places:
+    padded = (num_ids + 3) // 4 * 4
+    sizes = [num_claims, num_lists, 4, 2 * num_claims if accumulate else 0, *[2 * padded] * 3, *[padded] * 7]
+    return _Places(*itertools.accumulate(sizes, initial=0))
+
+
+@dataclass(slots=True)
 class Missing:
     """Scratch memory of one lookup; L leaders, of which the device alone knows the number.
 
-    Nothing survives the call, so whatever stops one call cannot spoil the next. Every array that is read before it is
-    written starts at -1, in one fill.
+    Nothing survives the call, so whatever stops one call cannot spoil the next. It is one allocation, and every part
+    is what ``launch.carve`` returns: an address on a GPU.
 
     Attributes:
-        claims: i32 ``[power of two >= 2N]``, an occurrence of the id that owns the place, or -1.
-        heads: i32 ``[power of two]``, the last leader of each list, or -1. Bucket b is on list ``b % len(heads)``: with
+        scratch: i32, all of it. The first ``num_ones`` words must start at -1, those up to ``num_filled`` at 0.
+        places: where the parts begin.
+        num_ids: N.
+        num_claims: a power of two >= 2N.
+        num_lists: a power of two.
+        ordered: leaders are the first occurrences of their ids and are placed in batch order.
+        claims: i32 ``[num_claims]``, an occurrence of the id that owns the place, or -1.
+        heads: i32 ``[num_lists]``, the last leader of each list, or -1. Bucket b is on list ``b % num_lists``: with
             more buckets than places for lists, several buckets share one list and its owner.
         counts: i32 ``[3]``: leaders, lists that are not empty, missing occurrences, each minus 1.
+        amounts: i64 ``[num_claims]``, occurrences or frequencies of the place's id, for LFU; else of no use.
         leader_ids: i64 ``[N]``, of which ``[L]`` count, like all that follow.
+        victim_ids: i64 ``[N]``, who was evicted for the leader.
+        victim_scores: i64 ``[N]``.
         leader_tables: i32 ``[N]``.
         leader_buckets: i32 ``[N]``.
         positions: i32 ``[N]``, the leading occurrence.
@@ -54,51 +101,79 @@ class Missing:
         work: i32 ``[N]``, the lists that are not empty.
         leader_rows: i32 ``[N]``, the row the leader got, or -1.
         outcomes: i32 ``[N]``, FAILED_OUTCOME, INSERTED_OUTCOME or EVICTED_OUTCOME.
-        victim_ids: i64 ``[N]``, who was evicted for the leader.
-        victim_scores: i64 ``[N]``.
-        amounts: i64, as ``claims``: occurrences or frequencies of the place's id, for LFU; else anything.
-        ordered: leaders are the first occurrences of their ids and are placed in batch order.
     """
 
-    claims: torch.Tensor
-    heads: torch.Tensor
-    counts: torch.Tensor
-    leader_ids: torch.Tensor
-    leader_tables: torch.Tensor
-    leader_buckets: torch.Tensor
-    positions: torch.Tensor
-    next: torch.Tensor
-    work: torch.Tensor
-    leader_rows: torch.Tensor
-    outcomes: torch.Tensor
-    victim_ids: torch.Tensor
-    victim_scores: torch.Tensor
-    amounts: torch.Tensor
+    scratch: torch.Tensor
+    places: _Places
+    num_ids: int
+    num_claims: int
+    num_lists: int
     ordered: bool
+    claims: Any
+    heads: Any
+    counts: Any
+    amounts: Any
+    leader_ids: Any
+    victim_ids: Any
+    victim_scores: Any
+    leader_tables: Any
+    leader_buckets: Any
+    positions: Any
+    next: Any
+    work: Any
+    leader_rows: Any
+    outcomes: Any
 
     @classmethod
-    def create(cls, index: Index, num_ids: int, ordered: bool) -> "Missing":
-        """Allocate for ``num_ids`` occurrences; about 70 bytes each, freed after the call but for the outcome."""
+    def allocate(cls, index: Index, num_ids: int, ordered: bool | None = None) -> "Missing":
+        """Allocate for ``num_ids`` occurrences, about 70 bytes each; ``open_batch`` or ``filled`` fills it.
+
+        Args:
+            index: the group's index.
+            num_ids: N.
+            ordered: None asks ``torch.are_deterministic_algorithms_enabled()``.
+        """
         assert num_ids <= MAX_IDS
-        device = index.keys.device
+        if ordered is None:
+            ordered = torch.are_deterministic_algorithms_enabled()
         num_claims = max(4, power_of_two(2 * num_ids))
         num_lists = max(4, min(num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
-        fills = torch.full((num_claims + num_lists + 3,), -1, dtype=torch.int32, device=device)
-        claims, heads, counts = fills.split([num_claims, num_lists, 3])
-        # All arrays begin at a multiple of 16 bytes, see ``launch``.
-        padded = (num_ids + 3) // 4 * 4
-        ids, victims, scores = torch.empty((3, padded), dtype=torch.int64, device=device).unbind(0)
-        ints = torch.empty((7, padded), dtype=torch.int32, device=device)
-        tables, buckets, positions, following, work, rows, outcomes = ints.unbind(0)
-        amounts = torch.zeros(num_claims, dtype=torch.int64, device=device) if index.accumulate else ids
-        return cls(
-            claims, heads, counts, ids, tables, buckets, positions, following, work, rows, outcomes, victims, scores,
-            amounts, ordered,
-        )  # fmt: skip
+        places = _places(num_ids, num_claims, num_lists, index.accumulate)
+        scratch = torch.empty(places.end, dtype=torch.int32, device=index.keys.device)
+        sizes = (num_claims, num_lists, 4, num_claims if index.accumulate else 0, *[num_ids] * 10)
+        parts = [
+            carve(scratch, begin, size, dtype) for begin, size, dtype in zip(places, sizes, _PART_DTYPES, strict=False)
+        ]
+        return cls(scratch, places, num_ids, num_claims, num_lists, ordered, *parts)
 
-    def entries(self) -> torch.Tensor:
+    def filled(self) -> "Missing":
+        """Fill what must be filled; for a lookup that did not begin with ``open_batch``."""
+        self.scratch[: self.num_ones] = -1
+        self.scratch[self.num_ones : self.num_filled] = 0
+        return self
+
+    @property
+    def num_ones(self) -> int:
+        """Words that start at -1: claims, heads, counts."""
+        return self.places.amounts
+
+    @property
+    def num_filled(self) -> int:
+        """Words that start at a given value."""
+        return self.places.leader_ids
+
+    def tensor(self, part: str, count: int) -> torch.Tensor:
+        """Return the first entries of a part as a tensor."""
+        dtype = _PART_DTYPES[_Places._fields.index(part)]
+        begin = getattr(self.places, part)
+        return self.scratch[begin : begin + count * (dtype.itemsize // 4)].view(dtype)
+
+    def entries(self) -> Any:
         """Return where the missing occurrences are noted, i64 ``[N]``: before there are victims, in their place."""
         return self.victim_ids
+
+
+_PART_DTYPES = (*[torch.int32] * 3, *[torch.int64] * 4, *[torch.int32] * 7)
 
 
 def elect(
@@ -123,18 +198,15 @@ def elect(
         ids, table_ranges, index.bucket_offsets, ids if frequencies is None else frequencies, rows, missing.entries(),
         missing.claims, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
         missing.leader_buckets, missing.positions, missing.next, missing.work, missing.amounts,
-        missing.claims.numel() - 1, missing.heads.numel() - 1,
+        missing.num_claims - 1, missing.num_lists - 1,
     )  # fmt: skip
     constants = {
         "ACCUMULATE": index.accumulate,
         "HAS_FREQUENCIES": frequencies is not None,
         "ORDERED": missing.ordered,
-        "LEADERS": LEADER_COUNT,
-        "LISTS": LIST_COUNT,
-        "MISSING": MISSING_COUNT,
         "BLOCK": block,
     }
-    launch(_elect_kernel, persistent_grid(ids.device, triton.cdiv(ids.numel(), block)), args, constants, num_warps=1)
+    launch(_elect_kernel, persistent_grid(ids.device, cdiv(ids.numel(), block)), args, constants, num_warps=1)
 
 
 def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
@@ -155,13 +227,13 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
     num_ids = ids.numel()
     keys = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
     block = 256
-    grid = (triton.cdiv(num_ids, block),)
+    grid = (cdiv(num_ids, block),)
     num_tables = index.num_tables
     args = (
-        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.heads.numel() - 1, num_ids,
+        ids, table_ranges, rows, missing.claims, index.bucket_offsets, keys, missing.num_lists - 1, num_ids,
         num_tables,
     )  # fmt: skip
-    constants = {"LAST": _LAST_KEY, "TABLES": padded_tables(num_tables), "BLOCK": block}
+    constants = {"TABLES": padded_tables(num_tables), "BLOCK": block}
     launch(_order_keys_kernel, grid, args, constants, num_warps=4)
     keys, positions = torch.sort(keys, stable=True)
     links = (
@@ -169,7 +241,7 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
         missing.leader_tables, missing.leader_buckets, missing.positions, missing.next, missing.work, num_ids,
         num_tables,
     )  # fmt: skip
-    launch(_link_kernel, grid, links, {"LAST": _LAST_KEY, "BLOCK": block}, num_warps=4)
+    launch(_link_kernel, grid, links, {"BLOCK": block}, num_warps=4)
 
 
 def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
@@ -189,14 +261,10 @@ def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing
         rows.numel(), index.num_tables,
     )  # fmt: skip
     constants = {
-        "INSERTED_COLUMN": INSERTED,
-        "EVICTED_COLUMN": EVICTED,
-        "FAILED_COLUMN": FAILED,
-        "NUM_COLUMNS": NUM_COUNTERS,
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": block,
     }
-    launch(_settle_kernel, (triton.cdiv(rows.numel(), block),), args, constants, num_warps=4)
+    launch(_settle_kernel, (cdiv(rows.numel(), block),), args, constants, num_warps=4)
 
 
 @triton.jit
@@ -258,12 +326,9 @@ def _elect_kernel(
     ACCUMULATE: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     ORDERED: tl.constexpr,
-    LEADERS: tl.constexpr,
-    LISTS: tl.constexpr,
-    MISSING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    num_missing = tl.load(counts_ptr + MISSING) + 1
+    num_missing = tl.load(counts_ptr + _MISSING) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_missing:
         m = begin + tl.arange(0, BLOCK)
@@ -278,7 +343,7 @@ def _elect_kernel(
         if ACCUMULATE:
             amount = tl.full([BLOCK], 1, tl.int64)
             if HAS_FREQUENCIES:
-                amount = tl.load(frequencies_ptr + i, mask=miss, other=0)
+                amount, _ = clamp_frequencies(tl.load(frequencies_ptr + i, mask=miss, other=1))
             tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
         leading = leader.to(tl.int32)
         number = tl.sum(leading, 0)
@@ -286,7 +351,7 @@ def _elect_kernel(
             first_bucket = tl.load(bucket_offsets_ptr + table)
             num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
             bucket = (first_bucket + bucket_of(h, num_buckets)).to(tl.int32)
-            k = tl.atomic_add(counts_ptr + LEADERS, number, sem="relaxed") + tl.cumsum(leading, 0)
+            k = tl.atomic_add(counts_ptr + _LEADERS, number, sem="relaxed") + tl.cumsum(leading, 0)
             tl.store(leader_ids_ptr + k, ids, mask=leader)
             tl.store(leader_tables_ptr + k, table, mask=leader)
             tl.store(leader_buckets_ptr + k, bucket, mask=leader)
@@ -296,7 +361,7 @@ def _elect_kernel(
             begins = (leader & (before == -1)).to(tl.int32)
             lists = tl.sum(begins, 0)
             if lists > 0:
-                w = tl.atomic_add(counts_ptr + LISTS, lists, sem="relaxed") + tl.cumsum(begins, 0)
+                w = tl.atomic_add(counts_ptr + _LISTS, lists, sem="relaxed") + tl.cumsum(begins, 0)
                 tl.store(work_ptr + w, bucket & lists_mask, mask=begins > 0)
         begin += tl.num_programs(0) * BLOCK
 
@@ -312,7 +377,6 @@ def _order_keys_kernel(
     lists_mask,
     num_ids,
     num_tables,
-    LAST: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -327,7 +391,7 @@ def _order_keys_kernel(
     num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
     ids = tl.load(ids_ptr + i, mask=leader, other=0)
     bucket = first_bucket + bucket_of(mix(ids), num_buckets)
-    tl.store(keys_ptr + i, tl.where(leader, (bucket & lists_mask).to(tl.int32), LAST), mask=inside)
+    tl.store(keys_ptr + i, tl.where(leader, (bucket & lists_mask).to(tl.int32), _LAST), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_tables"])
@@ -347,12 +411,11 @@ def _link_kernel(
     work_ptr,
     num_ids,
     num_tables,
-    LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys_ptr + k, mask=k < num_ids, other=LAST)
-    leader = key != LAST
+    key = tl.load(keys_ptr + k, mask=k < num_ids, other=_LAST)
+    leader = key != _LAST
     number = tl.sum(leader.to(tl.int32), 0)
     if number > 0:
         position = tl.load(order_ptr + k, mask=leader, other=0)
@@ -366,7 +429,7 @@ def _link_kernel(
         tl.store(leader_tables_ptr + k, table, mask=leader)
         tl.store(leader_buckets_ptr + k, bucket.to(tl.int32), mask=leader)
         tl.store(positions_ptr + k, position.to(tl.int32), mask=leader)
-        following = tl.load(keys_ptr + k + 1, mask=leader & (k + 1 < num_ids), other=LAST)
+        following = tl.load(keys_ptr + k + 1, mask=leader & (k + 1 < num_ids), other=_LAST)
         tl.store(next_ptr + k, tl.where(following == key, k + 1, -1), mask=leader)
         before = tl.load(keys_ptr + k - 1, mask=leader & (k > 0), other=-1)
         begins = leader & (before != key)
@@ -390,10 +453,6 @@ def _settle_kernel(
     counters_ptr,
     num_ids,
     num_tables,
-    INSERTED_COLUMN: tl.constexpr,
-    EVICTED_COLUMN: tl.constexpr,
-    FAILED_COLUMN: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -408,11 +467,11 @@ def _settle_kernel(
     failed = (tl.where(follower, settled, row) == -1) & (i < num_ids)
     if tl.max(failed.to(tl.int32), 0) > 0:
         table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
-        count_by_table(counters_ptr + FAILED_COLUMN, table, failed, NUM_COLUMNS)
+        count_by_table(counters_ptr + _FAILED, table, failed, _NUM_COUNTERS)
     # There are no more leaders than occurrences, so the same grid covers them.
     num_leaders = tl.load(counts_ptr) + 1
     if begin < num_leaders:
         table = tl.load(leader_tables_ptr + i, mask=i < num_leaders, other=0)
         outcome = tl.load(outcomes_ptr + i, mask=i < num_leaders, other=0)
-        count_by_table(counters_ptr + INSERTED_COLUMN, table, outcome > 0, NUM_COLUMNS)
-        count_by_table(counters_ptr + EVICTED_COLUMN, table, outcome == 2, NUM_COLUMNS)
+        count_by_table(counters_ptr + _INSERTED, table, outcome > 0, _NUM_COUNTERS)
+        count_by_table(counters_ptr + _EVICTED, table, outcome == 2, _NUM_COUNTERS)

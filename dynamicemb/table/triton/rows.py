@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.triton.launch import power_of_two
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -28,6 +29,8 @@ class RowShape:
         state_offset: bytes from a row's start to its state, for any table, -1 if they differ.
         alignment: what every dim, hence every column offset, is a multiple of; a power of two, at most 16.
         state_alignment: what every state offset is a multiple of, in bytes; a power of two, at most 16.
+        max_dim: the largest dim.
+        max_tail: floats from the state to the end of the row, at most.
         weight: Triton's name of the weights' dtype.
     """
 
@@ -37,6 +40,8 @@ class RowShape:
     state_offset: int
     alignment: int
     state_alignment: int
+    max_dim: int
+    max_tail: int
     weight: tl.dtype
 
 
@@ -48,11 +53,13 @@ def _shape_of(formats: list[tuple[int, int, int]], dtype: torch.dtype) -> RowSha
     dims, sizes, offsets = (set(column) for column in zip(*formats))
     return RowShape(
         dim=max(dims) if len(dims) == 1 else 0,
-        block_dim=max(4, triton.next_power_of_2(max(dims))),
+        block_dim=max(4, power_of_two(max(dims))),
         row_bytes=max(sizes) if len(sizes) == 1 else 0,
         state_offset=max(offsets) if len(offsets) == 1 else -1,
         alignment=math.gcd(16, *dims),
         state_alignment=math.gcd(16, *offsets),
+        max_dim=max(dims),
+        max_tail=max(size - offset for _, size, offset in formats) // 4,
         weight=TRITON_DTYPES[dtype],
     )
 

@@ -1,5 +1,6 @@
 """Sum the gradients of each row and apply the optimizer to it."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,15 +8,17 @@ import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.table.index import UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.group import PIECE, Groups, group_by_row, unpack
-from dynamicemb.table.triton.launch import launch, persistent_grid
+from dynamicemb.table.triton.group import PIECE, Groups, group_by_row, most_long_segments, unpack
+from dynamicemb.table.triton.launch import carve, cdiv, launch, persistent_grid
 from dynamicemb.table.triton.pool import bag_table_and_place
 from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, find_range, row_shape, stream_float
 from dynamicemb.table.triton.rules import close_rows, open_rows, step_constants
 
+_UPDATES = tl.constexpr(UPDATES)
 _LOCATED = 256
 # Programs beyond those that fit at once even out unequal shares.
 _WAVES = 4
@@ -39,7 +42,6 @@ def update(
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
-    groups: Groups | None = None,
 ) -> None:
     """Apply one optimizer step to every row of a lookup, in place; what it computes is in the CPU twin.
 
@@ -52,11 +54,10 @@ def update(
         spec: the optimizer; its learning rate is not read.
         lookup: occurrences of the forward.
         grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
-        clock: i64 ``[CLOCK_SIZE]``; UPDATES is the number of this step, from 1: Adam's t and the step of stochastic
-            rounding. Read on the device.
+        clock: i64 ``[CLOCK_SIZE]``; UPDATES counts this step, in place, and is then its number: Adam's t and the step
+            of stochastic rounding. Read on the device.
         learning_rate: f32 ``[1]``, read on the device.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
-        groups: ``group_by_row(store, lookup)`` if known.
 
     Raises:
         ValueError: stochastic rounding without ``table_keys``.
@@ -67,38 +68,79 @@ def update(
     stochastic = spec.stochastic_rounding and store.dtype != torch.float32
     if stochastic and table_keys is None:
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
-    if lookup.rows.numel() == 0:
-        return
-    if groups is None:
-        groups = group_by_row(store, lookup)
     shape = row_shape(store)
-    grad = grad.contiguous()
     num = lookup.rows.numel()
-    num_windows = num // PIECE + 1
-    # First pieces, then all others: two pieces of either kind begin at least PIECE occurrences apart.
-    partials = torch.empty(2, num_windows, shape.block_dim, dtype=torch.float32, device=grad.device)
+    scratch = _Scratch.allocate(lookup, shape.block_dim)
+    _begin(lookup, clock, scratch)
+    if num == 0:
+        return
+    groups = group_by_row(store, lookup, scratch.counts, scratch.words)
+    num_windows = most_long_segments(num)
     common = (
         lookup.ids,
-        groups.order if table_keys is None else table_keys,
+        clock if table_keys is None else table_keys,
         clock,
         learning_rate,
         store.dims,
         store.state_offsets,
-        partials,
+        scratch.partials,
         num_windows,
     )
     constants = _constants(spec, shape, stochastic)
-    _launch_units(groups, lookup, spec, grad, common, constants)
+    _launch_units(groups, spec, grad.contiguous(), scratch, common, constants)
     if num > PIECE:
         warps = min(8, max(_COMBINE_WARPS, shape.block_dim // 256))
         launch(
             _combine_kernel,
             _grid(grad.device, num_windows, warps),
-            (groups.counts, groups.order, groups.words, num, groups.most_long, *common),
+            (groups.order, groups.counts, groups.words, num, groups.most_long, *common),
             {**constants, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
             num_warps=warps,
             # The CPU twin rounds every product too.
             enable_fp_fusion=False,
+        )
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """What an update works in: one allocation, its parts as ``launch.carve`` returns them.
+
+    Attributes:
+        memory: i32, all of it.
+        counts: i32 ``[3]``, of ``Groups``.
+        words: i64 ``[3 N + 3 most_long]``, of ``Groups``.
+        partials: f32 ``[2, N // PIECE + 1, block_dim]``, the sums of first pieces, then of all others: two pieces of
+            either kind begin at least PIECE occurrences apart.
+        places: i64 ``[N]``, where in ``[B, total_D]`` an occurrence's gradient starts; None without pooling.
+        scales: f32 ``[N]``, its factor; None where all are 1.
+    """
+
+    memory: torch.Tensor
+    counts: Any
+    words: Any
+    partials: Any
+    places: Any
+    scales: Any
+
+    @classmethod
+    def allocate(cls, lookup: Lookup, block_dim: int) -> "_Scratch":
+        num = lookup.rows.numel()
+        pooling = lookup.layout.pooling
+        pooled = pooling != POOLING_NONE
+        scaled = pooled and (pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
+        num_words = 3 * (num + most_long_segments(num))
+        num_partials = 2 * most_long_segments(num) * block_dim
+        begins = [0]
+        for size in (4, 2 * num_words, num_partials, 2 * num if pooled else 0, num if scaled else 0):
+            begins.append(begins[-1] + (size + 3) // 4 * 4)
+        memory = torch.empty(begins[-1], dtype=torch.int32, device=lookup.rows.device)
+        return cls(
+            memory,
+            carve(memory, 0, 3, torch.int32),
+            carve(memory, begins[1], num_words, torch.int64),
+            carve(memory, begins[2], num_partials, torch.float32),
+            carve(memory, begins[3], num, torch.int64) if pooled else None,
+            carve(memory, begins[4], num, torch.float32) if scaled else None,
         )
 
 
@@ -123,34 +165,34 @@ def _constants(spec: OptimizerSpec, shape: RowShape, stochastic: bool) -> dict[s
 
 def _launch_units(
     groups: Groups,
-    lookup: Lookup,
     spec: OptimizerSpec,
     grad: torch.Tensor,
+    scratch: _Scratch,
     common: tuple[Any, ...],
     constants: dict[str, Any],
 ) -> None:
     """Sum the units, apply whole segments."""
-    places, scales = _locate(lookup, grad.device)
-    num, block_dim = lookup.rows.numel(), constants["BLOCK_DIM"]
+    num, block_dim = groups.order.numel(), constants["BLOCK_DIM"]
     warps = max(1, min(8, block_dim // 256))
+    pooled, scaled = scratch.places is not None, scratch.scales is not None
     launch(
         _update_kernel,
         _grid(grad.device, num, warps),
         (
-            groups.counts,
             groups.order,
+            groups.counts,
             groups.words,
             grad,
-            groups.order if places is None else places,
-            grad if scales is None else scales,
+            scratch.places if pooled else groups.order,
+            scratch.scales if scaled else grad,
             num,
             *common,
         ),
         {
             **constants,
             "GRADIENT": TRITON_DTYPES[grad.dtype],
-            "POOLED": places is not None,
-            "SCALED": scales is not None,
+            "POOLED": pooled,
+            "SCALED": scaled,
             "CLIP": float(spec.max_gradient) if spec.gradient_clipping else 0.0,
             "AT_ONCE": max(4, min(16, 1024 // block_dim)),
             "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
@@ -160,40 +202,42 @@ def _launch_units(
     )
 
 
-def _locate(lookup: Lookup, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return where in ``[B, total_D]`` each occurrence's gradient starts, i64 ``[N]``, and its factor, f32 ``[N]``.
-
-    Without pooling the first is None: the gradients lie one after another; where all factors are 1 the second is None.
-    """
+def _begin(lookup: Lookup, clock: torch.Tensor, scratch: _Scratch) -> None:
+    """Count the application, clear the counts, and with pooling find the gradient of every occurrence."""
     layout, weights, num = lookup.layout, lookup.per_sample_weights, lookup.rows.numel()
-    if layout.pooling == POOLING_NONE:
-        return None, None
-    mean = layout.pooling == POOLING_MEAN
-    places = torch.empty(num, dtype=torch.int64, device=device)
-    scales = torch.empty(num, device=device) if mean or weights is not None else None
+    pooled, scaled = scratch.places is not None, scratch.scales is not None
     launch(
-        _locate_kernel,
-        (-(-num // _LOCATED),),
+        _begin_kernel,
+        (max(1, cdiv(num, _LOCATED)) if pooled else 1,),
         (
-            lookup.offsets.contiguous(),
+            clock,
+            scratch.counts,
+            lookup.offsets,
             layout.feature_tables,
             layout.column_offsets,
-            places if weights is None else weights.contiguous(),
-            places,
-            places if scales is None else scales,
+            clock if weights is None else weights.contiguous(),
+            scratch.places if pooled else clock,
+            scratch.scales if scaled else clock,
             num,
             lookup.offsets.numel() - 1,
             layout.batch_size,
             layout.width,
         ),
-        {"MEAN": mean, "WEIGHTED": weights is not None, "SCALED": scales is not None, "BLOCK": _LOCATED},
+        {
+            "POOLED": pooled,
+            "MEAN": layout.pooling == POOLING_MEAN,
+            "WEIGHTED": weights is not None,
+            "SCALED": scaled,
+            "BLOCK": _LOCATED,
+        },
         num_warps=2,
     )
-    return places, scales
 
 
 @triton.jit(do_not_specialize=["num", "num_bags", "batch_size", "width"])
-def _locate_kernel(
+def _begin_kernel(
+    clock_ptr,
+    counts_ptr,
     offsets_ptr,
     feature_tables_ptr,
     column_offsets_ptr,
@@ -204,17 +248,34 @@ def _locate_kernel(
     num_bags,
     batch_size,
     width,
+    POOLED: tl.constexpr,
     MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if tl.program_id(0) == 0:
+        tl.store(clock_ptr + _UPDATES, tl.load(clock_ptr + _UPDATES) + 1)
+        part = tl.arange(0, 4)
+        tl.store(counts_ptr + part, 0, mask=part < 3)
+    if POOLED:
+        _locate(
+            offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags,
+            batch_size, width, MEAN, WEIGHTED, SCALED, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _locate(
+    offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags, batch_size,
+    width, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write where in ``[B, total_D]`` the gradient of each occurrence starts, and its factor.
 
     A block of occurrences touches few bags, so the bags of its first and last one bound the search for the others.
     """
     first = tl.program_id(0) * BLOCK
-    last = tl.minimum(first + BLOCK, num) - 1
+    last = tl.maximum(tl.minimum(first + BLOCK, num) - 1, 0)
     zero = tl.full((), 0, tl.int32)
     lowest = find_range(first, offsets_ptr, zero, num_bags)
     highest = find_range(last, offsets_ptr, zero, num_bags)
@@ -336,8 +397,8 @@ def _update_few(
 
 @triton.jit(do_not_specialize=["num", "num_windows"])
 def _update_kernel(
-    counts_ptr,
     order_ptr,
+    counts_ptr,
     words_ptr,
     grad_ptr,
     places_ptr,
@@ -391,8 +452,8 @@ def _update_kernel(
 
 @triton.jit(do_not_specialize=["num", "most_long", "num_windows"])
 def _combine_kernel(
-    counts_ptr,
     order_ptr,
+    counts_ptr,
     words_ptr,
     num,
     most_long,

@@ -1,0 +1,146 @@
+"""Begin a lookup: make its offsets safe, find the occurrences of each table, and begin the training step."""
+
+import time
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.index import CLAMPED, NUM_COUNTERS, Index
+from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
+from dynamicemb.table.results import OpenBatch
+from dynamicemb.table.triton.advance import advance_clock
+from dynamicemb.table.triton.counting import count_by_table
+from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
+from dynamicemb.table.triton.missing import Missing
+
+# Offsets of a program times tables, and words of scratch memory that it fills at a time.
+_TILE = 4096
+_FILL = 2048
+
+
+def open_batch(
+    index: Index,
+    offsets: torch.Tensor,
+    layout: FeatureLayout,
+    num_ids: int,
+    step: tuple[int, int] | None = None,
+    deterministic: bool | None = None,
+) -> OpenBatch:
+    """Begin a lookup, for training with the step that it is; one launch for what would be eight.
+
+    On a GPU nobody waits to see whether offsets are legal, so they are made so: a bag boundary is moved into the range
+    of its table's occurrences, the tables share all occurrences in their order, and a bag that then ends before it
+    begins is empty. Boundaries that are outside of ``0..N``, decrease, or do not span all ids are counted, per table.
+
+    Args:
+        index: the group's index. With ``step`` its clock advances, see ``advance``; counters change by illegal offsets.
+        offsets: i64 ``[F*B+1]`` as the caller gave them; not kept, so that he may refill them.
+        layout: tables of the features.
+        num_ids: N.
+        step: ``(lag, strategy)`` of ``advance``; None for evaluation.
+        deterministic: see ``find_or_insert``.
+
+    Returns:
+        Safe offsets (without pooling nobody reads them: the ranges), ``table_ranges`` i64 ``[T+1]``, and for a step
+        the scratch memory of ``find_or_insert``, filled.
+
+    Example: N = 9, two tables of one feature, B = 2, ``offsets = [0, 4, 2, 12, 9]``: the ranges are ``[0, 2, 9]``, the
+    offsets ``[0, 2, 2, 9, 9]``, and two boundaries are counted, 2 for it decreases and 12 for it is beyond the ids.
+
+    Host sync: none. Bytes moved: 16 for each offset, and 4 for each of 4 N + (lists) words of scratch memory.
+    """
+    num_tables, num_offsets, device = index.num_tables, offsets.numel(), offsets.device
+    pooled = layout.pooling != POOLING_NONE
+    ranges = torch.empty(num_tables + 1, dtype=torch.int64, device=device)
+    safe = torch.empty_like(offsets) if pooled else ranges
+    missing = None if step is None else Missing.allocate(index, num_ids, deterministic)
+    tables = padded_tables(num_tables + 1)
+    block = max(32, _TILE // tables)
+    num_ones, num_words = (0, 0) if missing is None else (missing.num_ones, missing.num_filled)
+    lag, strategy = (0, -1) if step is None else step
+    args = (
+        offsets, layout.table_features, index.counters, index.clock, index.score_values, ranges, safe,
+        ranges if missing is None else missing.scratch, num_offsets, num_ids, layout.batch_size, num_tables, lag,
+        0 if device.type == "cuda" else time.time_ns(), num_ones, num_words,
+    )  # fmt: skip
+    constants = {
+        "POOLED": pooled,
+        "STRATEGY": strategy,
+        "DEVICE_TIME": device.type == "cuda",
+        "TABLES": tables,
+        "BLOCK": block,
+        "FILL": _FILL,
+    }
+    grid = (max(cdiv(num_offsets, block), cdiv(num_words, _FILL)),)
+    launch(_open_kernel, grid, args, constants, num_warps=4)
+    return OpenBatch(safe, ranges, missing)
+
+
+_CLAMPED = tl.constexpr(CLAMPED)
+_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_offsets", "num_ids", "batch_size", "num_tables", "lag", "host_time", "num_ones", "num_words",
+    ]
+)  # fmt: skip
+def _open_kernel(
+    offsets_ptr,
+    table_features_ptr,
+    counters_ptr,
+    clock_ptr,
+    score_values_ptr,
+    ranges_ptr,
+    safe_ptr,
+    scratch_ptr,
+    num_offsets,
+    num_ids,
+    batch_size,
+    num_tables,
+    lag,
+    host_time,
+    num_ones,
+    num_words,
+    POOLED: tl.constexpr,
+    STRATEGY: tl.constexpr,
+    DEVICE_TIME: tl.constexpr,
+    TABLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    t = tl.arange(0, TABLES)
+    first_bag = tl.load(table_features_ptr + t, mask=t <= num_tables, other=0) * batch_size
+    boundary = tl.load(offsets_ptr + first_bag, mask=(t > 0) & (t < num_tables), other=0)
+    boundary = tl.minimum(tl.maximum(boundary, 0), num_ids)
+    boundary = tl.where(t == num_tables, num_ids, boundary)
+    if tl.program_id(0) == 0:
+        tl.store(ranges_ptr + t, tl.associative_scan(boundary, 0, _maximum), mask=t <= num_tables)
+        if STRATEGY >= 0:
+            advance_clock(clock_ptr, score_values_ptr, lag, host_time, num_tables, DEVICE_TIME, STRATEGY, TABLES)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < num_offsets
+    value = tl.load(offsets_ptr + k, mask=inside, other=0)
+    before = tl.load(offsets_ptr + k - 1, mask=inside & (k > 0), other=0)
+    wrong = (value < before) | (value < 0) | (value > num_ids) | ((k == 0) & (value != 0))
+    wrong = inside & (wrong | ((k == num_offsets - 1) & (value != num_ids)))
+    reached = k[:, None] >= first_bag[None, :]
+    if tl.max(wrong.to(tl.int32), 0) > 0:
+        table = tl.sum((reached & ((t > 0) & (t < num_tables))[None, :]).to(tl.int32), 1)
+        count_by_table(counters_ptr + _CLAMPED, table, wrong, _NUM_COUNTERS)
+    if POOLED:
+        # The range of the offset's table: the greatest boundary up to its own, and up to the next.
+        low = tl.max(tl.where(reached, boundary[None, :], 0), 1)
+        previous = tl.load(table_features_ptr + t - 1, mask=(t > 0) & (t <= num_tables), other=0) * batch_size
+        high = tl.max(tl.where(k[:, None] >= previous[None, :], boundary[None, :], 0), 1)
+        tl.store(safe_ptr + k, tl.minimum(tl.maximum(value, low), high), mask=inside)
+    begin = tl.program_id(0) * FILL
+    if begin < num_words:
+        j = begin + tl.arange(0, FILL)
+        tl.store(scratch_ptr + j, tl.where(j < num_ones, -1, 0), mask=j < num_words)
