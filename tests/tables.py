@@ -27,7 +27,8 @@ def use_backend(group: TableGroup, backend: str) -> None:
     from dynamicemb.table import triton
 
     kernels = {name: getattr(triton, name) for name in triton.__all__}
-    kernels["find_or_insert"] = functools.partial(triton.find_or_insert, deterministic=True)
+    for name in ("open_batch", "find_or_insert"):
+        kernels[name] = functools.partial(kernels[name], deterministic=True)
     group.kernels = SimpleNamespace(**kernels)
 
 

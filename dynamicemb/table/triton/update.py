@@ -259,10 +259,12 @@ def _begin_kernel(
         part = tl.arange(0, 4)
         tl.store(counts_ptr + part, 0, mask=part < 3)
     if POOLED:
-        _locate(
-            offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags,
-            batch_size, width, MEAN, WEIGHTED, SCALED, BLOCK,
-        )  # fmt: skip
+        # An empty batch may have no bags.
+        if tl.program_id(0) * BLOCK < num:
+            _locate(
+                offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num,
+                num_bags, batch_size, width, MEAN, WEIGHTED, SCALED, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -275,7 +277,7 @@ def _locate(
     A block of occurrences touches few bags, so the bags of its first and last one bound the search for the others.
     """
     first = tl.program_id(0) * BLOCK
-    last = tl.maximum(tl.minimum(first + BLOCK, num) - 1, 0)
+    last = tl.minimum(first + BLOCK, num) - 1
     zero = tl.full((), 0, tl.int32)
     lowest = find_range(first, offsets_ptr, zero, num_bags)
     highest = find_range(last, offsets_ptr, zero, num_bags)
