@@ -24,7 +24,7 @@ endif
 export OMP_WAIT_POLICY ?= passive
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test test-gpu check format bench docs
+.PHONY: help setup demo test test-gpu memcheck check format bench docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '!seen[$$1]++ { printf "make %-9s %s\n", $$1, $$2 }'
@@ -48,6 +48,9 @@ test: $(READY) ## run all tests that need no GPU
 
 test-gpu: $(READY) ## run the CUDA tests, one line per suite
 	$(PY) tools/test_gpu.py
+
+memcheck: $(READY) ## run the kernels' CUDA tests under compute-sanitizer
+	$(PY) tools/test_gpu.py --sanitize
 
 check: $(READY) ## lint, format, types, layers, sizes
 	$(PY) -m ruff check .

@@ -1,16 +1,148 @@
-"""Run every suite that has CUDA tests, each in its own process, and print one line per suite.
+"""Run every suite that has CUDA tests and print one line per suite.
 
-A kernel that reads out of bounds poisons the CUDA context of its process, so suites do not share one.
+With pytest-xdist all suites run at once, spread over processes; without, one after the other, each in its own process.
+A kernel that reads out of bounds poisons the CUDA context of its process and fails whatever runs there next. So a suite
+that failed among others runs again alone, and its output is that of the second run.
+
+    python tools/test_gpu.py [options of pytest]
+    python tools/test_gpu.py --sanitize     # the kernels' suites under compute-sanitizer's memcheck
 """
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
+PYTEST = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short"]
+# More processes than this wait for each other on one GPU, and each takes 500 MB of it.
+MOST_PROCESSES = 14
+
+# What memcheck looks at: the suites that call the kernels directly, and whole steps; of a suite what fits pytest's -k.
+# Without torch's cache of memory nothing can be captured in a graph.
+SANITIZED = {
+    "test_open_batch": "",
+    "test_triton_index": "not captured and not many_shapes",
+    "test_triton_initialize": "",
+    "test_triton_rows": "",
+    "test_triton_update": "not captured",
+    "test_find_insert": "",
+    "test_cuda_step": "never_waits",
+}
+
+
+@dataclass
+class Suite:
+    """Outcome of one test file."""
+
+    counts: Counter = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def line(self, name: str) -> str:
+        """Return the report's line."""
+        counts = ", ".join(f"{n} {word}" for word, n in sorted(self.counts.items(), reverse=True))
+        return f"{name:40s} {counts:40s} {self.seconds:7.1f} s"
+
+    @property
+    def failed(self) -> bool:
+        """Whether a test failed or could not run."""
+        return bool(self.counts["failed"] or self.counts["error"])
+
+
+def suites_with_cuda() -> list[str]:
+    """Return the test files that may have CUDA tests, relative to the root."""
+    files = sorted(Path(ROOT, "tests").glob("**/test_*.py"))
+    return [str(f.relative_to(ROOT)) for f in files if re.search(r"\bcuda\b|\bbackend\b", f.read_text())]
+
+
+def run_pytest(
+    arguments: list[str], environment: dict[str, str] | None = None, wrapper: tuple[str, ...] = ()
+) -> tuple[dict[str, Suite], subprocess.CompletedProcess[str]]:
+    """Run pytest; return what each suite did, and the process."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [*wrapper, *PYTEST, *arguments, f"--junitxml={report}"]
+        variables = {**os.environ, **(environment or {})}
+        run = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
+        )
+        suites: dict[str, Suite] = {}
+        if report.exists():
+            for case in ElementTree.parse(report).iter("testcase"):
+                # "tests.test_x" or "tests.test_x.Class"; a file that cannot be imported has its name in "name".
+                name = next(
+                    part for part in f"{case.get('classname')}.{case.get('name')}".split(".") if part[:5] == "test_"
+                )
+                suite = suites.setdefault(name, Suite())
+                kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
+                words = {"failure": "failed"}
+                suite.counts[words.get(kind := next(iter(kinds), "passed"), kind)] += 1
+                suite.seconds += float(case.get("time", 0))
+    return suites, run
+
+
+def run_all(options: list[str]) -> dict[str, Suite]:
+    """Run the suites, print their lines as they become known."""
+    files = suites_with_cuda()
+    processes = min(MOST_PROCESSES, (os.cpu_count() or 2) - 1)
+    if find_spec("xdist") and processes > 1:
+        suites, run = run_pytest([*files, "-n", str(processes), *options])
+        if not suites:
+            print(run.stdout)
+            return {"pytest": Suite(Counter(error=1))}
+        for name, suite in sorted(suites.items()):
+            if not suite.failed:
+                print(suite.line(name), flush=True)
+        alone = [f"tests/{name}.py" for name, suite in sorted(suites.items()) if suite.failed]
+    else:
+        suites, alone = {}, files
+    for file in alone:
+        name = Path(file).stem
+        own, run = run_pytest([file, *options])
+        if run.returncode == NO_TESTS_COLLECTED:
+            continue
+        suites[name] = own.get(name, Suite(Counter(error=1)))
+        print(suites[name].line(name), flush=True)
+        if run.returncode:
+            print(run.stdout, flush=True)
+    return suites
+
+
+def sanitize() -> int:
+    """Run the kernels' suites under memcheck, all at once; returns the exit status."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        print("compute-sanitizer, of the CUDA toolkit, is not installed")
+        return 1
+    wrapper = (tool, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5")
+    # Every tensor is then an allocation of its own, whose ends memcheck knows.
+    variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+    def check(name: str) -> bool:
+        chosen = SANITIZED[name]
+        start = time.monotonic()
+        suites, run = run_pytest([f"tests/{name}.py", *(["-k", chosen] if chosen else [])], variables, wrapper)
+        suite = suites.get(name, Suite(Counter(error=1)))
+        suite.seconds = time.monotonic() - start
+        found = re.findall(r"ERROR SUMMARY: (\d+) error", run.stdout) or ["no summary"]
+        print(f"{suite.line(name)} memcheck errors: {', '.join(found)}", flush=True)
+        good = run.returncode == 0 and found == ["0"]
+        if not good:
+            print(run.stdout[-8000:], flush=True)
+        return good
+
+    with ThreadPoolExecutor(len(SANITIZED)) as pool:
+        return 0 if all(list(pool.map(check, SANITIZED))) else 1
 
 
 def main() -> None:
@@ -19,36 +151,14 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no CUDA device: `make test-gpu` has nothing to run")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    failed, passed = [], 0
-    for suite in sorted(Path(ROOT, "tests").glob("**/test_*.py")):
-        if not re.search(r"\bcuda\b|\bbackend\b", suite.read_text()):
-            continue
-        start = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "cuda",
-            "-q",
-            "--tb=short",
-            str(suite.relative_to(ROOT)),
-            *sys.argv[1:],
-        ]
-        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if run.returncode == NO_TESTS_COLLECTED:
-            continue
-        counts = {
-            word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", run.stdout.splitlines()[-1])
-        }
-        passed += counts.get("passed", 0)
-        line = ", ".join(f"{n} {word}" for word, n in counts.items()) or f"exit status {run.returncode}"
-        print(f"{suite.stem:40s} {line:40s} {time.monotonic() - start:6.1f} s", flush=True)
-        if run.returncode != 0:
-            failed.append(suite.stem)
-            print(run.stdout, flush=True)
-    print(f"{passed} passed; failing suites: {', '.join(failed) or 'none'}")
+    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    if "--sanitize" in sys.argv:
+        sys.exit(sanitize())
+    start = time.monotonic()
+    suites = run_all(sys.argv[1:])
+    passed = sum(suite.counts["passed"] for suite in suites.values())
+    failed = [name for name, suite in sorted(suites.items()) if suite.failed]
+    print(f"{passed} passed in {time.monotonic() - start:.0f} s; failing suites: {', '.join(failed) or 'none'}")
     sys.exit(1 if failed or passed == 0 else 0)
 
 
