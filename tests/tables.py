@@ -27,9 +27,19 @@ def use_backend(group: TableGroup, backend: str) -> None:
     from dynamicemb.table import triton
 
     kernels = {name: getattr(triton, name) for name in triton.__all__}
-    for name in ("open_batch", "find_or_insert"):
-        kernels[name] = functools.partial(kernels[name], deterministic=True)
+    kernels["open_batch"] = functools.partial(triton.open_batch, deterministic=True)
+    kernels["find_or_insert"] = find_or_insert_in_order
     group.kernels = SimpleNamespace(**kernels)
+
+
+def find_or_insert_in_order(index, store, initializers, ids, *args, scratch=None):
+    """Do what Triton's ``find_or_insert`` does, in batch order."""
+    from dynamicemb.table import triton
+    from dynamicemb.table.triton.missing import Missing
+
+    if scratch is None:
+        scratch = Missing.allocate(index, ids.numel(), ordered=True).filled()
+    return triton.find_or_insert(index, store, initializers, ids, *args, scratch=scratch)
 
 
 def make_group(

@@ -40,9 +40,17 @@ def step(module: BatchedDynamicEmbeddingTablesV2, ids: torch.Tensor, offsets: to
     return output.detach()
 
 
+@pytest.fixture(params=[False, True], ids=["", "grouped-ahead"])
+def grouped_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let lookups of any size be grouped beside the forward, or none of these small ones."""
+    if request.param:
+        monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", 1)
+    return request.param
+
+
 @pytest.mark.parametrize("pooling", list(DynamicEmbPoolingMode))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_never_waits_for_the_device(optimizer: str, pooling: DynamicEmbPoolingMode) -> None:
+def test_a_step_never_waits_for_the_device(optimizer: str, pooling: DynamicEmbPoolingMode, grouped_ahead: bool) -> None:
     module, offsets = make(optimizer, pooling), OFFSETS.cuda()
     sample = batches(6)
     # Compile first; the batches evict.
@@ -61,7 +69,7 @@ def test_a_step_never_waits_for_the_device(optimizer: str, pooling: DynamicEmbPo
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_captured_step_equals_eager(optimizer: str) -> None:
+def test_a_captured_step_equals_eager(optimizer: str, grouped_ahead: bool) -> None:
     eager, captured = (make(optimizer, DynamicEmbPoolingMode.SUM) for _ in range(2))
     offsets, sample = OFFSETS.cuda(), batches(8)
     static = sample[0].clone()
@@ -87,6 +95,44 @@ def test_a_captured_step_equals_eager(optimizer: str) -> None:
         order = got[0].argsort(), want[0].argsort()
         torch.testing.assert_close(got[1][order[0]], want[1][order[1]], rtol=1e-5, atol=1e-5)
     assert captured.stats()["a"]["evicted"] == eager.stats()["a"]["evicted"] > 0
+
+
+def test_grouping_ahead_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        tables = []
+        for fewest in (1, 10**9):
+            monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", fewest)
+            module = make("adam", DynamicEmbPoolingMode.MEAN)
+            waiting = []
+            for number, ids in enumerate(batches(40)):
+                output = module(ids, OFFSETS.cuda())
+                waiting.append(output)
+                if number % 7 == 3:
+                    # Rows that change hands between forward and backward are grouped anew.
+                    module.erase("a", ids[:50])
+                if number % 3:
+                    output = waiting.pop(0)
+                    output.backward(torch.full_like(output, 0.5))
+                if number % 11 == 5:
+                    waiting.clear()
+            tables.append([module.export_keys_values(table, "cpu") for table in ("a", "b")])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (ids, rows), (other_ids, other_rows) in zip(*tables, strict=True):
+        assert torch.equal(ids, other_ids) and torch.equal(rows, other_rows)
+
+
+def test_grouping_ahead_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", NUM_IDS)
+    calls = []
+    module = make("sgd", DynamicEmbPoolingMode.SUM)
+    update = module.tables.update
+    monkeypatch.setattr(module.tables, "update", lambda *args: (calls.append(args[3] is not None), update(*args)))
+    step(module, batches(1)[0], OFFSETS.cuda())
+    monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", NUM_IDS + 1)
+    step(module, batches(1)[0], OFFSETS.cuda())
+    assert calls == [True, False]
 
 
 def test_c04_ids_on_the_cpu_are_an_error() -> None:

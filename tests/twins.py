@@ -13,6 +13,7 @@ from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import SCORE_LFU
+from dynamicemb.table.triton.missing import Missing
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
 INT64 = np.iinfo(np.int64)
@@ -44,8 +45,13 @@ class Side:
         )
         self.state_values = torch.arange(len(names), dtype=torch.float32, device=device)
 
-    def lookup(self, ids, table_ranges, frequencies, **options) -> tuple[torch.Tensor, InsertResult]:
+    def lookup(
+        self, ids, table_ranges, frequencies, deterministic: bool | None = None
+    ) -> tuple[torch.Tensor, InsertResult]:
         batch = [None if x is None else x.to(self.device) for x in (ids, table_ranges, frequencies)]
+        options = {}
+        if deterministic is not None:
+            options["scratch"] = Missing.allocate(self.index, ids.numel(), deterministic).filled()
         rows, events = self.kernels.find_or_insert(
             self.index, self.store, self.initializers, *batch, self.state_values, **options
         )

@@ -28,11 +28,13 @@ class TrainingStep:
         owner: holds the optimizer settings.
         step: protects the rows until backward has run.
         epoch: ``group.epoch`` at forward.
+        groups: the occurrences by row, if they are grouped ahead of backward.
     """
 
     owner: OptimizerOwner
     step: Step
     epoch: int
+    groups: Any
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class LookupFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Train the rows; returns the gradient of the pooling weights if wanted."""
         group, training = ctx.group, ctx.training
+        groups = None if training is None else training.groups
         ids, rows, table_ranges, offsets, *weights = ctx.saved_tensors
         lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
         grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
@@ -107,14 +110,14 @@ class LookupFunction(torch.autograd.Function):
                 if training is None:
                     lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))
                 elif training.epoch != group.epoch or training.step.finished:
-                    lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
+                    lookup, groups = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows)), None
                 if ctx.needs_input_grad[1]:
                     weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, offsets, ctx.layout, grad)
                     if training is None:
                         _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
                     weights_grad = weights_grad.to(ctx.weights_dtype)
                 if training is not None and ctx.needs_input_grad[0]:
-                    group.update(training.owner.optimizer_spec, lookup, grad)
+                    group.update(training.owner.optimizer_spec, lookup, grad, groups)
         finally:
             # Also when it failed: the exception may keep this graph alive.
             if training is not None:

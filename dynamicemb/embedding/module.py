@@ -300,10 +300,14 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             try:
                 rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)
                 lookup = _lookup(batch, layout, opened, rows)
-                training = TrainingStep(self, step, group.epoch)
-                output: torch.Tensor = LookupFunction.apply(
-                    self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
-                )
+                groups = group.kernels.start_grouping(group.store, lookup) if torch.is_grad_enabled() else None
+                try:
+                    training = TrainingStep(self, step, group.epoch, groups)
+                    output: torch.Tensor = LookupFunction.apply(
+                        self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
+                    )
+                finally:
+                    group.kernels.finish_grouping(groups)
             except BaseException:
                 # The exception's traceback may live long, and with it the step.
                 step.finish()

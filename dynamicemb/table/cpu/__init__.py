@@ -1,6 +1,7 @@
 """Kernels in numba, for tables on the CPU."""
 
 from dynamicemb.table.cpu.advance import advance, rebase
+from dynamicemb.table.cpu.ahead import finish_grouping, start_grouping
 from dynamicemb.table.cpu.erase import erase, rebuild
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
@@ -18,6 +19,7 @@ __all__ = [
     "erase",
     "find",
     "find_or_insert",
+    "finish_grouping",
     "gather",
     "initialize",
     "insert",
@@ -28,6 +30,7 @@ __all__ = [
     "rebase",
     "rebuild",
     "scan",
+    "start_grouping",
     "update",
     "write_rows",
 ]

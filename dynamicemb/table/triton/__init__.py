@@ -1,6 +1,7 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
 from dynamicemb.table.triton.advance import advance, rebase
+from dynamicemb.table.triton.ahead import finish_grouping, start_grouping
 from dynamicemb.table.triton.erase import erase, rebuild
 from dynamicemb.table.triton.find import find
 from dynamicemb.table.triton.find_or_insert import find_or_insert
@@ -17,6 +18,7 @@ __all__ = [
     "erase",
     "find",
     "find_or_insert",
+    "finish_grouping",
     "gather",
     "initialize",
     "open_batch",
@@ -26,6 +28,7 @@ __all__ = [
     "rebase",
     "rebuild",
     "scan",
+    "start_grouping",
     "update",
     "write_rows",
 ]

@@ -41,7 +41,6 @@ def find_or_insert(
     table_ranges: torch.Tensor,
     frequencies: torch.Tensor | None,
     state_values: torch.Tensor,
-    deterministic: bool | None = None,
     scratch: Missing | None = None,
 ) -> tuple[torch.Tensor, Inserted]:
     """Return the row of every id, placing and initialising those that are missing.
@@ -54,20 +53,19 @@ def find_or_insert(
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         frequencies: i64 ``[N]``, how often each occurrence counts (LFU); None is once.
         state_values: f32 ``[T]``, what optimizer state starts at.
-        deterministic: place the ids of a bucket in batch order, as the CPU does, so that the same ids get the same rows
-            and, where a bucket cannot hold all, the same ids fail. None asks
-            ``torch.are_deterministic_algorithms_enabled()``. Otherwise the order within a bucket is any; without
-            failures it leaves the same ids and scores.
-        scratch: of ``open_batch``, which then decides whether it is deterministic; None allocates and fills it here.
+        scratch: of ``open_batch``; None allocates and fills it here. Its ``ordered`` says whether the ids of a bucket
+            are placed in batch order, as on the CPU, so that the same ids get the same rows and, where a bucket cannot
+            hold all, the same ids fail. Otherwise the order within a bucket is any; without failures it leaves the same ids
+            and scores.
 
     Returns:
-        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not deterministic, an event
+        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not ordered, an event
         names any one of the occurrences of its id.
 
     Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 70 bytes per id, from torch's
     allocator), so a call that is cut short leaves nothing behind in the next one's way.
     """
-    missing = Missing.allocate(index, ids.numel(), deterministic).filled() if scratch is None else scratch
+    missing = Missing.allocate(index, ids.numel()).filled() if scratch is None else scratch
     rows = find_and_list(index, ids, table_ranges, frequencies, missing)
     if ids.numel() > 0:
         elect(index, ids, rows, table_ranges, frequencies, missing)

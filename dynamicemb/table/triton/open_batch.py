@@ -39,7 +39,8 @@ def open_batch(
         layout: tables of the features.
         num_ids: N.
         step: ``(lag, strategy)`` of ``advance``; None for evaluation.
-        deterministic: see ``find_or_insert``.
+        deterministic: whether ids are placed in batch order; None asks
+            ``torch.are_deterministic_algorithms_enabled()``.
 
     Returns:
         Safe offsets (without pooling nobody reads them: the ranges), ``table_ranges`` i64 ``[T+1]``, and for a step

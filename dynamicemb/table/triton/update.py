@@ -42,6 +42,7 @@ def update(
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
+    groups: Groups | None = None,
 ) -> None:
     """Apply one optimizer step to every row of a lookup, in place; what it computes is in the CPU twin.
 
@@ -58,6 +59,7 @@ def update(
             of stochastic rounding. Read on the device.
         learning_rate: f32 ``[1]``, read on the device.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
+        groups: ``group_by_row(store, lookup)`` if known.
 
     Raises:
         ValueError: stochastic rounding without ``table_keys``.
@@ -70,11 +72,12 @@ def update(
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
     shape = row_shape(store)
     num = lookup.rows.numel()
-    scratch = _Scratch.allocate(lookup, shape.block_dim)
+    scratch = _Scratch.allocate(lookup, shape.block_dim, groups is None)
     _begin(lookup, clock, scratch)
     if num == 0:
         return
-    groups = group_by_row(store, lookup, scratch.counts, scratch.words)
+    if groups is None:
+        groups = group_by_row(store, lookup, scratch.counts, scratch.words)
     num_windows = most_long_segments(num)
     common = (
         lookup.ids,
@@ -123,12 +126,12 @@ class _Scratch:
     scales: Any
 
     @classmethod
-    def allocate(cls, lookup: Lookup, block_dim: int) -> "_Scratch":
+    def allocate(cls, lookup: Lookup, block_dim: int, with_groups: bool) -> "_Scratch":
         num = lookup.rows.numel()
         pooling = lookup.layout.pooling
         pooled = pooling != POOLING_NONE
         scaled = pooled and (pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
-        num_words = 3 * (num + most_long_segments(num))
+        num_words = 3 * (num + most_long_segments(num)) if with_groups else 0
         num_partials = 2 * most_long_segments(num) * block_dim
         begins = [0]
         for size in (4, 2 * num_words, num_partials, 2 * num if pooled else 0, num if scaled else 0):
