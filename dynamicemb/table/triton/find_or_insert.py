@@ -55,8 +55,8 @@ def find_or_insert(
         state_values: f32 ``[T]``, what optimizer state starts at.
         scratch: of ``open_batch``; None allocates and fills it here. Its ``ordered`` says whether the ids of a bucket
             are placed in batch order, as on the CPU, so that the same ids get the same rows and, where a bucket cannot
-            hold all, the same ids fail. Otherwise the order within a bucket is any; without failures it leaves the same ids
-            and scores.
+            hold all, the same ids fail. Otherwise the order within a bucket is any; without failures it leaves the same
+            ids and scores.
 
     Returns:
         ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not ordered, an event
