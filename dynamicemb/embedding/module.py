@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,9 +169,19 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def _prepare_constants(self, device: torch.device) -> None:
         """Put what every lookup reads on the device once."""
-        self._feature_tables = torch.tensor(self._features.tables, dtype=torch.int32, device=device)
-        self._column_offsets = torch.tensor(self._features.column_offsets, dtype=torch.int64, device=device)
-        self._table_features = torch.tensor(self._features.first_features, dtype=torch.int64, device=device)
+        features = self._features
+        # Of the last lookup's batch size; the others of a training run have the same, or nearly all.
+        self._layout = FeatureLayout(
+            torch.tensor(features.tables, dtype=torch.int32, device=device),
+            torch.tensor(features.column_offsets, dtype=torch.int64, device=device),
+            torch.tensor(features.first_features, dtype=torch.int64, device=device),
+            0,
+            int(self.pooling_mode),
+            self.total_D,
+        )
+        self._untrainable = [
+            name for name, option in zip(self._group.names, self.table_options, strict=True) if not option.training
+        ]
         values = [float(option.eval_initializer_args.value) for option in self.table_options]
         missing = torch.tensor(values, dtype=torch.float32, device=device)
         self._eval_reading = Reading(missing, self.output_dtype)
@@ -239,21 +250,17 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
         Raises:
             TypeError: a wrong dtype.
-            ValueError: a wrong shape, device or (on the CPU) offset.
+            ValueError: a wrong shape or device; on the CPU also a wrong offset or frequency. On a GPU these are clamped
+                and counted, since to look at them the host would have to wait.
             DynamicEmbError: a CUSTOMIZED table without a score.
         """
         batch = check_batch(
             indices, offsets, self.feature_num, self._group.device, per_sample_weights, frequency_counters
         )
         self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
-        layout = FeatureLayout(
-            self._feature_tables,
-            self._column_offsets,
-            self._table_features,
-            batch.batch_size,
-            int(self.pooling_mode),
-            self.total_D,
-        )
+        layout = self._layout
+        if layout.batch_size != batch.batch_size:
+            layout = self._layout = replace(layout, batch_size=batch.batch_size)
         if not self.training:
             return self._evaluate(batch, layout)
         return self._lookup_and_insert(batch, layout)
@@ -269,12 +276,13 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             raise ValueError("frequency_counters has no effect: only score_strategy LFU counts; leave it out")
         if not self.training:
             return
-        for name, option in zip(self._group.names, self.table_options, strict=True):
-            if not option.training:
-                raise DynamicEmbError(
-                    f"table {name!r} was made with training=False and has no optimizer state; call module.eval()"
-                )
-        self._check_scores(range(len(self.dims)))
+        if self._untrainable:
+            raise DynamicEmbError(
+                f"table {self._untrainable[0]!r} was made with training=False and has no optimizer state; "
+                "call module.eval()"
+            )
+        if self._unscored:
+            self._check_scores(range(len(self.dims)))
 
     def _check_scores(self, tables: Iterable[int]) -> None:
         without = [self._group.names[t] for t in tables if self._group.names[t] in self._unscored]
@@ -439,13 +447,14 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Reports
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased and
-        dropped_gradients.
+        """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased,
+        dropped_gradients and clamped_inputs.
 
         Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed and
         dropped_gradients count occurrences; inserted, evicted and erased count ids. An id new to a batch is a miss at
         each of its occurrences. inserted includes ids that took the place of an evicted one. failed ids found their
-        bucket full of ids that may not be evicted. load is size / capacity.
+        bucket full of ids that may not be evicted. load is size / capacity. clamped_inputs counts
+        offsets and frequencies on a GPU that were out of range, of evaluations too.
         """
         return self._group.stats()
 
