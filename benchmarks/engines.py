@@ -135,10 +135,12 @@ def _step(module: torch.nn.Module, source: str, train: bool, batch: Batch) -> No
 
 
 def _empty_tables(case: "Case", engine: Engine, batch: Batch) -> None:
-    """Give the engine new tables, whatever the next batch is."""
+    """Give the engine new tables. An evaluation, which leaves them empty, has run what a module runs only once."""
     # The old tables go first: both together may not fit.
     engine.module, engine.step = None, not_prepared
-    engine.module = _tables(case).train(case.train)
+    engine.module = _tables(case)
+    _step(engine.module.eval(), "ids", False, batch)
+    engine.module.train(case.train)
     engine.step = functools.partial(_step, engine.module, "ids", case.train)
     if case.device == "cuda":
         torch.cuda.synchronize()

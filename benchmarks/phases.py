@@ -20,8 +20,8 @@ from benchmarks.workloads import Batch
 if TYPE_CHECKING:
     from benchmarks.cases import Case
 
-_LAUNCHERS = ("advance", "find", "pool", "gather", "update")
-_DEVICE_LAUNCHERS = ("advance", "find", "find_or_insert", "pool", "gather", "update")
+_LAUNCHERS = ("open_batch", "find", "pool", "gather", "update")
+_DEVICE_LAUNCHERS = ("open_batch", "find", "find_or_insert", "pool", "gather", "update")
 # About 5 ms of an H200: longer than the host needs to launch a step.
 _SLEEP_CYCLES = 10_000_000
 # Functions outside of ``group.kernels``: phase -> where the caller looks the name up.

@@ -34,8 +34,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> bool:
         first = lines[0]
         hardware = first.get("gpu") or f"{first['cpu']}, {first['threads']} threads"
         axes.set_title(f"{hardware}, {first['commit']}", fontsize=9)
-        others = dict.fromkeys(name for line in lines for name in line["engines"])
-        _legend(axes, [name for name in others if any(name == line["ours"] for line in lines)], list(others))
+        _legend(figure, axes, lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -61,13 +60,15 @@ def _marker(name: str) -> str:
     return "#f0a030" if name.startswith("dynamicemb") else "#808080"
 
 
-def _legend(axes: Any, bars: list[str], names: list[str]) -> None:
-    """Explain bar and diamonds, where there are several engines of a kind."""
-    diamonds = [name for name in names if name not in bars and name.endswith((" eager", " graph"))]
-    diamonds = [name for name in diamonds if name != "fbgemm TBE eager"]
+def _legend(figure: Any, axes: Any, lines: list[dict[str, Any]]) -> None:
+    """Explain bars and diamonds, where there are diamonds."""
+    bars = list(dict.fromkeys(line["ours"] for line in lines))
+    diamonds = dict.fromkeys(
+        name for line in lines for name in line["engines"] if name not in (line["ours"], line["baseline"])
+    )
     if not diamonds:
         return
-    axes.barh(0, 0, color=_REACHED, label=", ".join(bars))
+    axes.barh(0, 0, color=_REACHED, label=" or ".join(bars))
     for name in diamonds:
         axes.plot([], [], "D", color=_marker(name), markersize=4, label=name)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower right", ncols=1 + len(diamonds))

@@ -96,6 +96,7 @@ def test_every_gpu_case_runs_a_step_on_the_cpu(case: Case) -> None:
     small = small_on_cpu(case)
     assert small.full == case.full
     engine = small.ours(small)
+    assert engine.module.output_dtype == engine.module.embedding_dtype == DTYPES[case.dtype]
     batch = next(batches(small, engine.residents, seed=1))
     assert batch.ids.numel() == small.batch_size * small.bag_length * case.tables
     assert batch.grad.dtype == DTYPES[case.dtype]
@@ -198,7 +199,8 @@ def test_a_case_runs(case: Case) -> None:
     assert ours["ratio"] == ours["ms"] / base["ms"]
     assert ours["gbps"] == pytest.approx(line["bytes"] / ours["ms"] / 1e6)
     assert ours["repetitions"] == (2 if case.cold else 4)
-    assert 25 <= line["index_bytes_per_slot"] < 25.5
+    # Clock and counters of tiny tables weigh half a byte a slot.
+    assert 25 <= line["index_bytes_per_slot"] < 26
     phases = line["phases_ms"]
     assert {"find", "python", "total"} <= set(phases)
     assert ("insert" in phases) == case.train
