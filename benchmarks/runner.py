@@ -103,9 +103,7 @@ def run_case(case: Case, effort: Effort) -> dict[str, Any]:
                 sample = list(itertools.islice(stream, length))
             times[name].samples += _turn(case, entrants.engines[name], sample)
         turn += 1
-    after = _counts(ours[-1])
-    steps = turn * length * len(ours)
-    changes = after if case.cold else {what: (after[what] - before[what]) / steps for what in after}
+    changes = _changes(ours[-1], before, turn * length * len(ours), sample[-1])
     bandwidths.append(copy_bandwidth(case.device))
     line = _line(case, entrants, times, sample[-1], max(bandwidths))
     line |= {f"{what}_per_step": changes[what] for what in ("inserted", "evicted", "failed")}
@@ -197,6 +195,16 @@ def _counts(engine: Engine) -> dict[str, float]:
     """Return what our tables counted, summed over the tables."""
     stats = list(engine.module.stats().values())
     return {what: sum(table[what] for table in stats) for what in stats[0]}
+
+
+def _changes(engine: Engine, before: dict[str, float], steps: int, batch: Batch) -> dict[str, float]:
+    """Return what a step changes in our tables on average, since ``before``; where tables are new, in one more step."""
+    if engine.prepare is not None:
+        engine.prepare(engine, batch)
+        before, steps = _counts(engine), 1
+        engine.step(batch)
+    after = _counts(engine)
+    return {what: (after[what] - before[what]) / steps for what in after}
 
 
 def _line(case: Case, entrants: _Field, times: dict[str, Times], batch: Batch, copy_gbps: float) -> dict[str, Any]:
