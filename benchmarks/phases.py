@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from benchmarks.cases import Case
 
 _LAUNCHERS = ("open_batch", "find", "pool", "gather", "update")
-_DEVICE_LAUNCHERS = ("open_batch", "find", "find_or_insert", "pool", "gather", "update")
+# ``finish_grouping`` is the wait for the grouping that runs beside gather or pool.
+_DEVICE_LAUNCHERS = ("open_batch", "find", "find_or_insert", "pool", "gather", "finish_grouping", "update")
 # About 5 ms of an H200: longer than the host needs to launch a step.
 _SLEEP_CYCLES = 10_000_000
 # Functions outside of ``group.kernels``: phase -> where the caller looks the name up.
@@ -142,9 +143,9 @@ class _EventRecorder:
 def _wrapped(
     group: Any, wrap: Callable[..., Any], launchers: tuple[str, ...], inside: dict[str, tuple[str, str]]
 ) -> Iterator[None]:
-    """Replace launchers by their timed twins."""
+    """Replace launchers by their timed twins; those that the kernels do not have count as what remains."""
     kernels = group.kernels
-    timed = {name: wrap(name, getattr(kernels, name)) for name in launchers}
+    timed = {name: wrap(name, getattr(kernels, name)) for name in launchers if hasattr(kernels, name)}
     with contextlib.ExitStack() as stack:
         for phase, (path, name) in inside.items():
             # Launchers have the names of their modules, so a dotted path would find the function.
