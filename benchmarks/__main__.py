@@ -1,66 +1,112 @@
-"""Command line: ``python -m benchmarks [--cases NAME ...] [--phases]``.
+"""Command line: ``python -m benchmarks [--device cpu|cuda] [--cases NAME ...] [--phases]``.
 
 On a machine that runs other things too, set ``OMP_WAIT_POLICY=passive``: threads that spin at a barrier otherwise keep
 the core from the thread they wait for, and a parallel region takes milliseconds instead of microseconds.
 """
 
 import argparse
+import gc
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from benchmarks import report
-from benchmarks.cases import CASES, select
-from benchmarks.machine import describe
-from benchmarks.runner import Effort, run_case
+from benchmarks import plot, report
+from benchmarks.cases import CASES, Case, select
+from benchmarks.machine import default_name, describe
+from benchmarks.runner import Effort, describe_error, run_case
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+# Turns, timed steps of each, undisturbed repetitions wanted, limit in seconds.
+_EFFORT = {"cpu": (15, 4, 24, 30.0), "cuda": (8, 6, 0, 6.0)}
+_QUICK = {"cpu": (3, 2, 0, 10.0), "cuda": (3, 4, 0, 2.0)}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=sorted(CASES), default=device, help="default: cuda where there is a GPU")
     parser.add_argument(
         "--cases", nargs="*", default=[], metavar="NAME", help="cases, as 'adam_train' or '*_eval'; default all"
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--report", action="store_true", help="measure nothing: report the last line of every case")
     parser.add_argument("--phases", action="store_true", help="add where the time of our step goes")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch, and thereby of numba (default 2)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns per engine (default 15)")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn (default 4)")
-    parser.add_argument("--quiet", type=int, default=24, help="undisturbed repetitions wanted (default 24)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="limit for the turns of a case (default 30)")
+    parser.add_argument("--quick", action="store_true", help="fewer turns and steps")
+    parser.add_argument("--threads", type=int, help="threads of torch, and thereby of numba (default 2 on the CPU)")
+    parser.add_argument("--rounds", type=int, help="turns per engine (default 15, on a GPU 8)")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn (default 4, on a GPU 6)")
+    parser.add_argument("--quiet", type=int, help="undisturbed repetitions wanted (default 24, on a GPU 0)")
+    parser.add_argument("--seconds", type=float, help="limit for the turns of a case (default 30, on a GPU 6)")
     parser.add_argument("--max-rows", type=int, default=2**31, help="shrink tables, for a quick try")
     parser.add_argument("--max-ids", type=int, default=2**31, help="shrink batches, for a quick try")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON lines and plot")
-    parser.add_argument("--name", default="cpu", help="names of the files there (default cpu)")
-    return parser.parse_args(argv)
+    parser.add_argument("--name", help="names of the files there (default: cpu, or the GPU's name as h200)")
+    parser.add_argument("--commit", help="of the sources, where they are no git checkout")
+    args = parser.parse_args(argv)
+    defaults = (_QUICK if args.quick else _EFFORT)[args.device]
+    for option, value in zip(("rounds", "steps", "quiet", "seconds"), defaults, strict=True):
+        if getattr(args, option) is None:
+            setattr(args, option, value)
+    if args.threads is None and args.device == "cpu":
+        args.threads = 2
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what the command line asks for."""
+    """Run what the command line asks for; returns 1 if a case failed."""
     args = parse(argv)
-    console = Console(width=160)
+    console = Console(width=200)
+    cases = select(args.cases, args.device)
     if args.list:
-        for case in CASES:
+        for case in cases:
             console.print(case.name)
         return 0
-    torch.set_num_threads(args.threads)
-    machine = describe()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path = args.out / f"{args.name or default_name(args.device)}.jsonl"
+    if args.report:
+        lines = report.read_json(path, [case.name for case in cases])
+    else:
+        lines = _run(args, cases, path, console)
+    good = [line for line in lines if "error" not in line]
+    if good:
+        report.print_results(good, console)
+        report.print_phases(good, console)
+        if not plot.plot(good, path.with_suffix(".png")):
+            console.print("no plot: matplotlib is not installed")
+    for line in lines:
+        if "error" in line:
+            console.print(f"{line['case']} FAILED: {line['error']}", markup=False)
+    return 0 if len(good) == len(lines) else 1
+
+
+def _run(args: argparse.Namespace, cases: list[Case], path: Path, console: Console) -> list[dict[str, Any]]:
+    """Run cases one after another; each adds its line to the file when it is done, or the reason why it failed."""
+    machine = describe(args.device, args.commit)
     effort = Effort(args.rounds, args.steps, args.quiet, args.seconds, args.phases)
+    console.print(" ".join(f"{key}={value}" for key, value in machine.items()), markup=False)
     lines = []
-    for case in select(args.cases):
-        console.print(f"running {case.name} ...", style="dim")
-        lines.append({**machine, **run_case(case.shrink(args.max_rows, args.max_ids), effort)})
-        report.append_json(lines[-1:], args.out / f"{args.name}.jsonl")
-    console.print(" ".join(f"{key}={value}" for key, value in machine.items()))
-    report.print_results(lines, console)
-    if args.phases:
-        report.print_phases(lines, console)
-    if not report.plot(lines, args.out / f"{args.name}.png"):
-        console.print("no plot: matplotlib is not installed")
-    return 0
+    for case in cases:
+        try:
+            _release(args.device)
+            line = run_case(case.shrink(args.max_rows, args.max_ids), effort)
+        except Exception as error:
+            line = {"case": case.name, "error": describe_error(error)}
+        lines.append({**machine, **line})
+        report.append_json(lines[-1:], path)
+        console.print(report.one_line(line), markup=False, soft_wrap=True)
+    return lines
+
+
+def _release(device: str) -> None:
+    """Free what the case before has left, so that every case has the whole memory."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What runs a step: our tables, and FBGEMM's static ones."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from benchmarks.workloads import Batch
+from benchmarks.workloads import DTYPES, Batch, batches
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions
 
@@ -14,7 +16,12 @@ if TYPE_CHECKING:
     from benchmarks.cases import Case
 
 LEARNING_RATE = 0.01
-_FILL_IDS = 20_000
+# Ids of one batch while tables are filled, over all tables.
+_FILL_IDS = {"cpu": 200_000, "cuda": 1_000_000}
+# Steps after which a table that evicts holds what it holds from then on: with 40 M ids for 1.7 M rows, an id is evicted
+# about 75 steps after its last touch.
+_SETTLING_STEPS = 80
+_SETTLING_SEED = 11
 
 
 @dataclass
@@ -24,9 +31,11 @@ class Engine:
     Attributes:
         name: for the report.
         step: runs a batch.
-        residents: per table, the ids it holds.
+        residents: per table, the ids that batches may draw.
         memory: bytes allocated, by what for.
         module: the module itself, for reports that look inside.
+        source: the field of a batch with the ids that ``step`` reads.
+        prepare: runs before every step, with this engine, and is not timed; it sets ``step`` and ``module``.
     """
 
     name: str
@@ -34,6 +43,8 @@ class Engine:
     residents: list[torch.Tensor]
     memory: dict[str, int]
     module: Any
+    source: str = "ids"
+    prepare: Callable[["Engine", Batch], None] | None = None
 
 
 class Build(Protocol):
@@ -43,22 +54,21 @@ class Build(Protocol):
 
 
 def dynamic(case: "Case") -> Engine:
-    """Build ``BatchedDynamicEmbeddingTablesV2`` with a capacity of ``case.rows`` rows for each table."""
-    module = BatchedDynamicEmbeddingTablesV2(
-        [DynamicEmbTableOptions(dim=case.dim, max_capacity=case.rows) for _ in range(case.tables)],
-        pooling_mode=DynamicEmbPoolingMode[case.pooling],
-        optimizer=case.optimizer,
-        learning_rate=LEARNING_RATE,
-        device=case.device,
-    )
+    """Build ``BatchedDynamicEmbeddingTablesV2``; its tables are empty before every step if the case is cold."""
+    every = torch.arange(case.rows, device=case.device)
+    module = _tables(case)
+    if case.cold:
+        memory = module.memory_usage()
+        prepare = functools.partial(_empty_tables, case)
+        return Engine("dynamicemb", not_prepared, [every] * case.tables, memory, module, prepare=prepare)
     _fill(module, case)
-    every = torch.arange(case.rows)
-    residents = [every[module.contains(name, every)] for name in module.table_names]
+    residents = [every] * case.tables
+    if case.population:
+        _settle(module, case, residents)
+    else:
+        residents = [every[module.contains(name, every)] for name in module.table_names]
     module.train(case.train)
-
-    def step(batch: Batch) -> None:
-        _step(module, batch, batch.ids, case.train)
-
+    step = functools.partial(_step, module, "ids", case.train)
     return Engine("dynamicemb", step, residents, module.memory_usage(), module)
 
 
@@ -68,8 +78,8 @@ def dynamic_sgd(case: "Case") -> Engine:
 
 
 def static(case: "Case") -> Engine:
-    """Build FBGEMM's table-batched embeddings on the CPU with ``case.rows`` rows for each table."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    """Build FBGEMM's table-batched embeddings with ``case.rows`` rows for each table, where the case says."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
@@ -77,25 +87,47 @@ def static(case: "Case") -> Engine:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
+    on_cpu = case.device == "cpu"
+    place = (EmbeddingLocation.HOST, ComputeDevice.CPU) if on_cpu else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    # Its kernels have no bf16 rows, and its Adam no fp16 rows.
+    rows, output = {"fp32": ("FP32", "FP32"), "bf16": ("FP16", "BF16")}[case.dtype]
+    rows = "FP32" if case.optimizer == "adam" else rows
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * case.tables,
+        [(case.rows, case.dim, *place)] * case.tables,
         optimizer=EmbOptimType(case.optimizer),
         pooling_mode=PoolingMode[case.pooling],
+        weights_precision=SparseType[rows],
+        output_dtype=SparseType[output],
         learning_rate=LEARNING_RATE,
-        device=torch.device("cpu"),
+        device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
     )
     module.init_embedding_weights_uniform(-0.01, 0.01)
     module.train(case.train)
     tensors = [*module.parameters(), *module.buffers()]
-
-    def step(batch: Batch) -> None:
-        _step(module, batch, batch.known_ids, case.train)
-
     memory = {"rows": sum(t.numel() * t.element_size() for t in tensors)}
-    return Engine("fbgemm TBE", step, [torch.arange(case.rows)] * case.tables, memory, module)
+    residents = [torch.arange(case.rows, device=case.device)] * case.tables
+    step = functools.partial(_step, module, "known_ids", case.train)
+    return Engine("fbgemm TBE", step, residents, memory, module, "known_ids")
 
 
-def _step(module: torch.nn.Module, batch: Batch, ids: torch.Tensor, train: bool) -> None:
+def _tables(case: "Case") -> BatchedDynamicEmbeddingTablesV2:
+    dtype = DTYPES[case.dtype]
+    capacity = case.capacity or case.rows
+    return BatchedDynamicEmbeddingTablesV2(
+        [
+            DynamicEmbTableOptions(dim=case.dim, max_capacity=capacity, embedding_dtype=dtype)
+            for _ in range(case.tables)
+        ],
+        pooling_mode=DynamicEmbPoolingMode[case.pooling],
+        output_dtype=dtype,
+        optimizer=case.optimizer,
+        learning_rate=LEARNING_RATE,
+        device=case.device,
+    )
+
+
+def _step(module: torch.nn.Module, source: str, train: bool, batch: Batch) -> None:
+    ids = getattr(batch, source)
     if train:
         module(ids, batch.offsets).backward(batch.grad)
     else:
@@ -103,9 +135,42 @@ def _step(module: torch.nn.Module, batch: Batch, ids: torch.Tensor, train: bool)
             module(ids, batch.offsets)
 
 
+def _empty_tables(case: "Case", engine: Engine, batch: Batch) -> None:
+    """Give the engine new tables, which one id has entered and left: the first step of a module also sets it up.
+
+    What it sets up then waits for the device, which a CUDA graph cannot capture.
+    """
+    # The old tables go first: both together may not fit.
+    engine.module, engine.step = None, not_prepared
+    module = _tables(case)
+    ids = torch.full((case.tables,), -1, device=case.device)
+    output = module(ids, torch.arange(case.tables + 1, device=case.device))
+    output.backward(torch.zeros_like(output))
+    for name in module.table_names:
+        module.erase(name, ids[:1])
+    engine.module = module.train(case.train)
+    engine.step = functools.partial(_step, module, "ids", case.train)
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def not_prepared(batch: Batch) -> None:
+    """Stand in for a step without tables."""
+    raise RuntimeError("prepare was not called")
+
+
 def _fill(module: BatchedDynamicEmbeddingTablesV2, case: "Case") -> None:
-    """Insert ids 0..rows-1 into every table, in batches of a few thousand; the last ones win where a bucket is full."""
+    """Insert ids 0..rows-1 into every table; the last ones, which are the lowest, win where a bucket is full."""
+    count = max(1, _FILL_IDS[case.device] // case.tables)
     with torch.no_grad():
-        for begin in range(0, case.rows, _FILL_IDS):
-            ids = torch.arange(begin, min(begin + _FILL_IDS, case.rows))
-            module(ids.repeat(case.tables), torch.arange(case.tables + 1) * ids.numel())
+        for end in range(case.rows, 0, -count):
+            ids = torch.arange(max(0, end - count), end, device=case.device)
+            offsets = torch.arange(case.tables + 1, device=case.device) * ids.numel()
+            module(ids.repeat(case.tables), offsets)
+
+
+def _settle(module: BatchedDynamicEmbeddingTablesV2, case: "Case", residents: list[torch.Tensor]) -> None:
+    """Run batches of the case until the tables hold what such batches leave behind."""
+    with torch.no_grad():
+        for batch in itertools.islice(batches(case, residents, _SETTLING_SEED), _SETTLING_STEPS):
+            module(batch.ids, batch.offsets)

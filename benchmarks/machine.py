@@ -13,12 +13,18 @@ import torch
 _PACKAGES = {"torch": "torch", "numba": "numba", "triton": "triton", "fbgemm": "fbgemm_gpu"}
 
 
-def describe() -> dict[str, Any]:
-    """Return the fields that every line of results carries."""
+def describe(device: str, commit: str | None = None) -> dict[str, Any]:
+    """Return the fields that every line of results carries.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        commit: of the sources, where git cannot say.
+    """
     versions = {field: _version(package) for field, package in _PACKAGES.items()}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit or _commit(),
+        **(_describe_gpu() if device == "cuda" else {}),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -28,9 +34,29 @@ def describe() -> dict[str, Any]:
     }
 
 
+def default_name(device: str) -> str:
+    """Return the name of the result files: that of the GPU in lower case without its vendor, or ``cpu``."""
+    if device == "cpu":
+        return "cpu"
+    return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "_")
+
+
 def load() -> float:
     """Return how many processes wanted a core in the last minute, this one included."""
     return round(os.getloadavg()[0], 2)
+
+
+def _describe_gpu() -> dict[str, Any]:
+    return {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "cuda": torch.version.cuda}
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0] if lines else None
 
 
 def _version(package: str) -> str | None:

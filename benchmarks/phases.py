@@ -8,14 +8,23 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+import torch
 
 from benchmarks.engines import Engine
 from benchmarks.timing import ENOUGH_QUIET, Watch
 from benchmarks.workloads import Batch
 
-_LAUNCHERS = ("advance", "find", "pool", "gather", "update")
+if TYPE_CHECKING:
+    from benchmarks.cases import Case
+
+_LAUNCHERS = ("open_batch", "find", "pool", "gather", "update")
+# ``finish_grouping`` is the wait for the grouping that runs beside gather or pool.
+_DEVICE_LAUNCHERS = ("open_batch", "find", "find_or_insert", "pool", "gather", "finish_grouping", "update")
+# About 5 ms of an H200: longer than the host needs to launch a step.
+_SLEEP_CYCLES = 10_000_000
 # Functions outside of ``group.kernels``: phase -> where the caller looks the name up.
 _INSIDE = {
     "find": ("dynamicemb.table.cpu.find_or_insert", "find"),
@@ -50,38 +59,98 @@ class _Stopwatch:
         return timed
 
 
-def measure_phases(engine: Engine, sample: list[Batch]) -> dict[str, float]:
-    """Return the median ms of each phase of our step; ``python`` is what no launcher accounts for (autograd included).
+def measure_phases(case: "Case", engine: Engine, sample: list[Batch]) -> dict[str, float]:
+    """Return the median ms of each phase of our eager step, and of the whole as ``total``.
 
     Args:
+        case: the case.
         engine: one whose module is ours.
         sample: one batch per repetition; the first warms up.
     """
+    measure = _device_phases if case.device == "cuda" else _host_phases
+    counted = measure(engine, sample)
+    return {phase: 1e3 * statistics.median(row.get(phase, 0.0) for row in counted) for phase in counted[-1]}
+
+
+def _host_phases(engine: Engine, sample: list[Batch]) -> list[dict[str, float]]:
+    """Return the seconds of every repetition; ``python`` is what no launcher accounts for (autograd included)."""
     stopwatch = _Stopwatch()
     rows: list[tuple[bool, dict[str, float]]] = []
-    with _timed_launchers(engine.module.tables, stopwatch):
-        for batch in sample:
+    for batch in sample:
+        if engine.prepare is not None:
+            engine.prepare(engine, batch)
+        with _wrapped(engine.module.tables, stopwatch.wrap, _LAUNCHERS, _INSIDE):
             stopwatch.seconds.clear()
             watch = Watch()
             begin = time.perf_counter()
             engine.step(batch)
             total = time.perf_counter() - begin
-            phases = dict(stopwatch.seconds)
-            rows.append((watch.quiet(), {**phases, "python": total - sum(phases.values()), "total": total}))
+        phases = dict(stopwatch.seconds)
+        rows.append((watch.quiet(), {**phases, "python": total - sum(phases.values()), "total": total}))
     quiet = [row for is_quiet, row in rows[1:] if is_quiet]
-    counted = quiet if len(quiet) >= ENOUGH_QUIET else [row for _, row in rows[1:]]
-    return {phase: 1e3 * statistics.median(row.get(phase, 0.0) for row in counted) for phase in counted[-1]}
+    return quiet if len(quiet) >= ENOUGH_QUIET else [row for _, row in rows[1:]]
+
+
+def _device_phases(engine: Engine, sample: list[Batch]) -> list[dict[str, float]]:
+    """Return the device's seconds of every repetition; ``other`` is its work outside of the launchers, and its waits.
+
+    The device first sleeps while the host launches the whole step, so that what is measured is the device alone.
+    """
+    rows = []
+    for batch in sample:
+        if engine.prepare is not None:
+            engine.prepare(engine, batch)
+        recorder = _EventRecorder()
+        with _wrapped(engine.module.tables, recorder.wrap, _DEVICE_LAUNCHERS, {}):
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            recorder.wrap("total", engine.step)(batch)
+        rows.append(recorder.seconds())
+    return rows[1:]
+
+
+class _EventRecorder:
+    """Puts a pair of events around wrapped functions."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, timed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end.record()
+                self._pairs.append((phase, begin, end))
+
+        return timed
+
+    def seconds(self) -> dict[str, float]:
+        """Wait for the device and return the sum of each phase, ``other`` and ``total`` last."""
+        torch.cuda.synchronize()
+        sums: dict[str, float] = defaultdict(float)
+        for phase, begin, end in self._pairs:
+            sums[phase] += begin.elapsed_time(end) / 1e3
+        total = sums.pop("total")
+        return {**sums, "other": total - sum(sums.values()), "total": total}
 
 
 @contextlib.contextmanager
-def _timed_launchers(group: Any, stopwatch: _Stopwatch) -> Iterator[None]:
+def _wrapped(
+    group: Any, wrap: Callable[..., Any], launchers: tuple[str, ...], inside: dict[str, tuple[str, str]]
+) -> Iterator[None]:
+    """Replace launchers by their timed twins; those that the kernels do not have count as what remains."""
     kernels = group.kernels
-    timed = {name: stopwatch.wrap(name, getattr(kernels, name)) for name in _LAUNCHERS}
+    timed = {name: wrap(name, getattr(kernels, name)) for name in launchers if hasattr(kernels, name)}
     with contextlib.ExitStack() as stack:
-        for phase, (path, name) in _INSIDE.items():
+        for phase, (path, name) in inside.items():
             # Launchers have the names of their modules, so a dotted path would find the function.
             module = importlib.import_module(path)
-            stack.enter_context(mock.patch.object(module, name, stopwatch.wrap(phase, getattr(module, name))))
+            stack.enter_context(mock.patch.object(module, name, wrap(phase, getattr(module, name))))
         group.kernels = SimpleNamespace(**{**vars(kernels), **timed})
         try:
             yield

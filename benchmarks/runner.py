@@ -1,21 +1,25 @@
-"""Run a case: both engines in turns, in one process, on the same batches."""
+"""Run a case: all engines in turns, in one process, on the same batches."""
 
 import functools
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.cases import Case
 from benchmarks.engines import Engine
+from benchmarks.graphs import captured
 from benchmarks.machine import load
 from benchmarks.phases import measure_phases
-from benchmarks.timing import TIMERS, Sample, Times, Watch, copy_bandwidth, settle
+from benchmarks.timing import Sample, Times, copy_bandwidth, settle, time_calls, time_device_calls, time_device_loop
 from benchmarks.workloads import Batch, batches, bytes_moved, state_bytes
 
 _SEED = 7
+# A loop of small steps has so many times more of them, since its repetition is one number.
+_LOOP_FACTOR = 8
 
 
 @dataclass(frozen=True)
@@ -37,40 +41,119 @@ class Effort:
     phases: bool = False
 
 
+@dataclass
+class _Field:
+    """Who takes part.
+
+    Attributes:
+        engines: by the name they have in the report.
+        baseline: name of the engine whose time is 1; empty if it failed.
+        ours: name of the engine whose ratio has a target.
+        ours_eager: the same without a graph.
+        errors: why an engine does not take part, by name.
+    """
+
+    engines: dict[str, Engine] = field(default_factory=dict)
+    baseline: str = ""
+    ours: str = ""
+    ours_eager: str = ""
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def admit(self, name: str, build: Callable[[], Engine], warm_up: Callable[[Engine], object]) -> bool:
+        """Add an engine that runs, or the reason why it does not."""
+        try:
+            engine = build()
+            warm_up(engine)
+        except Exception as error:
+            self.errors[name] = describe_error(error)
+            return False
+        self.engines[name] = engine
+        return True
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
 def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     """Measure a case.
 
     The engines take turns. A turn is a pause, one step that is not timed (it wakes the engine's threads, as the step
-    before would in training), and the timed steps. Every step has its own batch, which both engines see.
+    before would in training), and the timed steps. Every step has its own batch, which all engines see; where a step
+    makes ids known, every engine has batches of its own.
 
     Returns:
-        The fields of a line of results: times in ms, rates, ratio, memory, load.
+        The fields of a line of results: times in ms, rates, ratios, memory, load.
     """
     load_before = load()
-    baseline, ours = case.baseline(case), case.ours(case)
-    residents = [_common(pair) for pair in zip(baseline.residents, ours.residents, strict=True)]
-    stream = batches(case, residents, _SEED)
-    _turn(case, baseline, list(itertools.islice(stream, 3)))
-    _turn(case, ours, list(itertools.islice(stream, 3)))
-    evicted = _count(ours, "evicted")
-    times = {"baseline": Times(), "ours": Times()}
+    entrants, stream = _enter(case)
+    ours = [engine for name, engine in entrants.engines.items() if name in (entrants.ours, entrants.ours_eager)]
+    before = _counts(ours[-1])
+    times = {name: Times() for name in entrants.engines}
     bandwidths = [copy_bandwidth(case.device)]
     turn = 0
+    length = 1 + effort.steps * (_LOOP_FACTOR if case.loop else 1)
     deadline = time.monotonic() + effort.seconds
     while turn < 2 or (time.monotonic() < deadline and (turn < effort.rounds or _too_few(times, effort))):
-        sample = list(itertools.islice(stream, effort.steps + 1))
-        order = [("baseline", baseline), ("ours", ours)]
-        for key, engine in order if turn % 2 else reversed(order):
-            times[key].samples += _turn(case, engine, sample)
+        sample = list(itertools.islice(stream, length))
+        names = list(entrants.engines)
+        for name in names if turn % 2 else reversed(names):
+            if case.changes:
+                sample = list(itertools.islice(stream, length))
+            times[name].samples += _turn(case, entrants.engines[name], sample)
         turn += 1
-    evicted = (_count(ours, "evicted") - evicted) / (turn * (effort.steps + 1))
+    changes = _changes(ours[-1], before, turn * length * len(ours), sample[-1])
     bandwidths.append(copy_bandwidth(case.device))
-    line = _line(case, (baseline, ours), times, sample[-1], max(bandwidths))
-    line |= {"evicted_per_step": evicted, "load": [load_before, load()]}
+    line = _line(case, entrants, times, sample[-1], max(bandwidths))
+    line |= {f"{what}_per_step": changes[what] for what in ("inserted", "evicted", "failed")}
+    line["load"] = [load_before, load()]
     if effort.phases:
-        settle()
-        line["phases_ms"] = measure_phases(ours, list(itertools.islice(stream, 4 * effort.rounds + 1)))
+        settle(case.device)
+        line["phases_ms"] = measure_phases(case, ours[0], list(itertools.islice(stream, 4 * effort.rounds + 1)))
     return line
+
+
+def _enter(case: Case) -> tuple[_Field, Iterator[Batch]]:
+    """Build and warm up the engines of a case; also return its batches.
+
+    Raises:
+        RuntimeError: our own eager step fails.
+    """
+    entrants = _Field()
+    baseline = _build_baseline(case, entrants)
+    ours = case.ours(case)
+    residents = [engine.residents for engine in (baseline, ours) if engine is not None]
+    stream = batches(case, [_common(tables) for tables in zip(*residents, strict=True)], _SEED)
+
+    def warm_up(engine: Engine) -> None:
+        _turn(case, engine, list(itertools.islice(stream, 3)))
+
+    def enter(engine: Engine) -> tuple[str, str]:
+        """Return the names of the engine, and of its graph, that run."""
+        eager, graph = engine.name, ""
+        if case.device == "cuda":
+            eager, graph = f"{engine.name} eager", f"{engine.name} graph"
+        if not entrants.admit(eager, lambda: engine, warm_up):
+            return "", ""
+        if not graph or not entrants.admit(graph, functools.partial(captured, engine, next(stream)), warm_up):
+            return eager, eager
+        return eager, graph
+
+    if baseline is not None:
+        entrants.baseline, _ = enter(baseline)
+    entrants.ours_eager, entrants.ours = enter(ours)
+    if not entrants.ours:
+        raise RuntimeError(list(entrants.errors.values())[-1])
+    return entrants, stream
+
+
+def _build_baseline(case: Case, entrants: _Field) -> Engine | None:
+    try:
+        return case.baseline(case)
+    except Exception as error:
+        entrants.errors["baseline"] = describe_error(error)
+        return None
 
 
 def _too_few(times: dict[str, Times], effort: Effort) -> bool:
@@ -79,70 +162,110 @@ def _too_few(times: dict[str, Times], effort: Effort) -> bool:
 
 def _turn(case: Case, engine: Engine, sample: list[Batch]) -> list[Sample]:
     """Return the repetitions of every batch but the first."""
-    settle()
-    timer = TIMERS[case.device]
-    samples = []
-    for batch in sample:
-        watch = Watch()
-        cpu_begin = time.process_time()
-        ms = timer(functools.partial(engine.step, batch))
-        cpu_ms = 1e3 * (time.process_time() - cpu_begin)
-        samples.append(Sample(ms, cpu_ms, watch.quiet()))
-    return samples[1:]
+    settle(case.device)
+    calls = [functools.partial(_step, engine, batch) for batch in sample]
+    if engine.prepare is not None:
+        # Every step is the first of its tables.
+        prepare = [functools.partial(engine.prepare, engine, batch) for batch in sample[:2]]
+        timer = time_calls if case.device == "cpu" else time_device_calls
+        return timer(calls[:2], prepare)[1:]
+    if case.device == "cpu":
+        return time_calls(calls)[1:]
+    if case.loop:
+        calls[0]()
+        return time_device_loop(calls[1:])
+    return time_device_calls(calls)[1:]
 
 
-def _common(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the ids that both hold, shuffled: an id's number says nothing about where its row is."""
-    both = pair[0][torch.isin(pair[0], pair[1])]
-    return both[torch.randperm(both.numel(), generator=torch.Generator().manual_seed(_SEED))]
+def _step(engine: Engine, batch: Batch) -> None:
+    # Looked up late: ``prepare`` may have exchanged it.
+    engine.step(batch)
 
 
-def _count(engine: Engine, what: str) -> float:
-    return sum(table[what] for table in engine.module.stats().values())
+def _common(tables: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the ids that all hold, shuffled: an id's number says nothing about where its row is."""
+    both = tables[0]
+    for other in tables[1:]:
+        both = both[torch.isin(both, other)]
+    random = torch.Generator(both.device).manual_seed(_SEED)
+    return both[torch.randperm(both.numel(), generator=random, device=both.device)]
 
 
-def _line(
-    case: Case, engines: tuple[Engine, Engine], times: dict[str, Times], batch: Batch, copy_gbps: float
-) -> dict[str, Any]:
-    baseline, ours = engines
+def _counts(engine: Engine) -> dict[str, float]:
+    """Return what our tables counted, summed over the tables."""
+    stats = list(engine.module.stats().values())
+    return {what: sum(table[what] for table in stats) for what in stats[0]}
+
+
+def _changes(engine: Engine, before: dict[str, float], steps: int, batch: Batch) -> dict[str, float]:
+    """Return what a step changes in our tables on average, since ``before``; where tables are new, in one more step."""
+    if engine.prepare is not None:
+        engine.prepare(engine, batch)
+        before, steps = _counts(engine), 1
+        engine.step(batch)
+    after = _counts(engine)
+    return {what: (after[what] - before[what]) / steps for what in after}
+
+
+def _line(case: Case, entrants: _Field, times: dict[str, Times], batch: Batch, copy_gbps: float) -> dict[str, Any]:
     num_bytes = bytes_moved(case, batch, state_bytes(case))
+    base = times.get(entrants.baseline)
+    ours = entrants.engines[entrants.ours]
+    counts = _counts(ours)
+    targets = {entrants.ours_eager: case.eager_target, entrants.ours: case.target}
     line: dict[str, Any] = {
-        "case": case.name,
-        "tables": case.tables,
-        "rows": case.rows,
-        "dim": case.dim,
-        "ids": batch.ids.numel(),
-        "unique": batch.num_unique,
-        "batch_size": case.batch_size,
-        "optimizer": case.optimizer,
-        "pooling": case.pooling,
-        "train": case.train,
-        "new_share": case.new_share,
-        "repetitions": len(times["ours"].samples),
-        "quiet": [times[key].num_quiet for key in ("baseline", "ours")],
+        **_shape(case, batch),
         "bytes": num_bytes,
         "copy_gbps": copy_gbps,
+        "engines": {},
+        "baseline": entrants.baseline,
+        "ours": entrants.ours,
+        "ours_eager": entrants.ours_eager,
+        "errors": entrants.errors,
+        "targets": {name: target for name, target in targets.items() if target is not None},
+        "note": case.note,
+        "load_factor": counts["size"] / counts["capacity"],
+        "index_bytes_per_slot": ours.memory["index"] / counts["capacity"],
     }
-    for key, engine in (("ours", ours), ("baseline", baseline)):
-        median = times[key].median
-        line[key] = {
-            "name": engine.name,
+    for name, engine in entrants.engines.items():
+        median = times[name].median
+        line["engines"][name] = {
             "ms": median,
-            "min_ms": times[key].minimum,
-            "cpu_ms": times[key].cpu_median,
+            "min_ms": times[name].minimum,
+            "cpu_ms": times[name].cpu_median,
+            "repetitions": len(times[name].samples),
+            "quiet": times[name].num_quiet,
             "ids_per_s": batch.ids.numel() / median * 1e3,
             "gbps": num_bytes / median / 1e6,
             "copy_percent": num_bytes / median / 1e4 / copy_gbps,
+            "ratio": median / base.median if base else None,
+            "min_ratio": times[name].minimum / base.minimum if base else None,
+            "cpu_ratio": times[name].cpu_median / base.cpu_median if base else None,
             "memory": engine.memory,
         }
-    index = ours.module.tables.index
-    line |= {
-        "ratio": times["ours"].median / times["baseline"].median,
-        "cpu_ratio": times["ours"].cpu_median / times["baseline"].cpu_median,
-        "min_ratio": times["ours"].minimum / times["baseline"].minimum,
-        "target": case.target,
-        "note": case.note,
-        "load_factor": _count(ours, "size") / index.num_slots,
-        "index_bytes_per_slot": ours.memory["index"] / index.num_slots,
-    }
     return line
+
+
+def _shape(case: Case, batch: Batch) -> dict[str, Any]:
+    clock = {"cpu": "wall", "cuda": "wall, loop of steps" if case.loop else "device events"}[case.device]
+    return {
+        "case": case.name,
+        "device": case.device,
+        "clock": clock,
+        "tables": case.tables,
+        "rows": case.rows,
+        "capacity": case.capacity or case.rows,
+        "population": case.population,
+        "dim": case.dim,
+        "dtype": case.dtype,
+        "ids": batch.ids.numel(),
+        "unique": batch.num_unique,
+        "batch_size": case.batch_size,
+        "bag_length": case.bag_length,
+        "optimizer": case.optimizer,
+        "pooling": case.pooling,
+        "train": case.train,
+        "alpha": case.alpha,
+        "new_share": case.new_share,
+        "cold": case.cold,
+    }

@@ -9,6 +9,8 @@ import torch
 if TYPE_CHECKING:
     from benchmarks.cases import Case
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 # Ids from here on are new to every table.
 _FIRST_NEW_ID = 1 << 40
 
@@ -19,9 +21,9 @@ class Batch:
 
     Attributes:
         ids: i64 ``[N]``, table-major, the form of both APIs.
-        known_ids: i64 ``[N]``, ``ids`` with ids below ``rows`` in the place of new ones, for static tables.
+        known_ids: i64 ``[N]``, ``ids`` with ids below ``rows`` in the place of others, for static tables.
         offsets: i64 ``[T*B+1]``.
-        grad: f32 ``[B, T*D]``, or ``[N, D]`` without pooling.
+        grad: ``[B, T*D]``, or ``[N, D]`` without pooling, in the dtype of the output.
         num_tables: T.
     """
 
@@ -38,39 +40,40 @@ class Batch:
 
 
 def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[Batch]:
-    """Yield random batches without end.
+    """Yield random batches without end, on the case's device.
 
     Args:
         case: their shape.
-        residents: per table, the ids that every engine holds. With new ids in the batch only the first half is drawn:
-            those are touched often enough to stay, while the rest and the new ids make room for each other.
+        residents: per table, the ids that every engine holds. With new ids for full tables only the first half is
+            drawn: those are touched often enough to stay, while the rest and the new ids make room for each other.
+            With a population, static tables read the residents in the place of all of its ids.
         seed: of the generator.
     """
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator(case.device).manual_seed(seed)
     per_table = case.batch_size * case.bag_length
-    offsets = torch.arange(case.tables * case.batch_size + 1) * case.bag_length
+    offsets = torch.arange(case.tables * case.batch_size + 1, device=case.device) * case.bag_length
     width = (case.tables * per_table, case.dim)
     shape = width if case.pooling == "NONE" else (case.batch_size, case.tables * case.dim)
-    grad = torch.randn(shape, generator=random)
+    grad = torch.randn(shape, generator=random, device=case.device).to(DTYPES[case.dtype])
     next_new = _FIRST_NEW_ID
     while True:
-        known = [ids[_draw(case, ids.numel(), per_table, random)] for ids in residents]
-        known_ids = torch.cat(known)
-        ids = known_ids
+        drawn = [_draw(case, case.population or ids.numel(), per_table, random) for ids in residents]
+        known_ids = torch.cat([ids[ranks % ids.numel()] for ids, ranks in zip(residents, drawn, strict=True)])
+        ids = torch.cat(drawn) if case.population else known_ids
         if case.new_share:
-            new = torch.rand(ids.numel(), generator=random) < case.new_share
+            new = torch.rand(ids.numel(), generator=random, device=case.device) < case.new_share
             count = int(new.sum())
             ids = ids.clone()
-            ids[new] = torch.arange(next_new, next_new + count)
+            ids[new] = torch.arange(next_new, next_new + count, device=case.device)
             next_new += count
         yield Batch(ids, known_ids, offsets, grad, case.tables)
 
 
 def _draw(case: "Case", population: int, count: int, random: torch.Generator) -> torch.Tensor:
     """Return ``count`` ranks below ``population``, uniform or by a power law (inverse of its continuous CDF)."""
-    if case.new_share:
+    if case.new_share and case.full:
         population //= 2
-    u = torch.rand(count, generator=random, dtype=torch.float64)
+    u = torch.rand(count, generator=random, dtype=torch.float64, device=case.device)
     if case.alpha:
         power = 1 - case.alpha
         u = (((population + 1) ** power - 1) * u + 1) ** (1 / power) - 1
@@ -91,8 +94,8 @@ def bytes_moved(case: "Case", batch: Batch, state_bytes: int) -> int:
         batch: one of its batches.
         state_bytes: optimizer state of a row.
     """
-    row_bytes = case.dim * 4
-    output_bytes = batch.grad.numel() * 4
+    row_bytes = case.dim * DTYPES[case.dtype].itemsize
+    output_bytes = batch.grad.numel() * batch.grad.element_size()
     total = 8 * (batch.ids.numel() + batch.offsets.numel()) + batch.num_unique * row_bytes + output_bytes
     if case.train:
         total += output_bytes + 2 * batch.num_unique * (row_bytes + state_bytes)
@@ -100,6 +103,6 @@ def bytes_moved(case: "Case", batch: Batch, state_bytes: int) -> int:
 
 
 def state_bytes(case: "Case") -> int:
-    """Return the bytes of optimizer state that a row of the case has."""
+    """Return the bytes of optimizer state that a row of the case has; it is fp32 whatever the weights are."""
     floats = {"exact_sgd": 0, "adam": 2 * case.dim, "exact_adagrad": case.dim, "exact_row_wise_adagrad": 1}
     return 4 * floats[case.optimizer]

@@ -2,36 +2,120 @@
 
 import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from benchmarks import report
-from benchmarks.__main__ import main
-from benchmarks.cases import CASES, Case, select
-from benchmarks.engines import dynamic, dynamic_sgd
+from benchmarks import plot, report
+from benchmarks.__main__ import main, parse
+from benchmarks.cases import CASES, CPU_CASES, GPU_CASES, Case, select
+from benchmarks.engines import Engine, dynamic, dynamic_sgd
+from benchmarks.machine import describe
 from benchmarks.runner import Effort, run_case
 from benchmarks.timing import ENOUGH_QUIET, Sample, Times
-from benchmarks.workloads import batches, bytes_moved
+from benchmarks.workloads import DTYPES, batches, bytes_moved, state_bytes
+from tests.conftest import reason_to_skip
 
 TINY = Case("tiny", tables=2, rows=512, dim=8, num_ids=200, bag_length=5, baseline=dynamic_sgd)
 EFFORT = Effort(rounds=2, steps=2, quiet=0, phases=True)
 
 
+def broken(case: Case) -> Engine:
+    raise RuntimeError("this engine\nis broken")
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 def test_case_names_are_distinct() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
+    names = [case.name for cases in CASES.values() for case in cases]
+    assert len(set(names)) == len(names)
+
+
+def test_cases_are_of_their_device_and_workload_a_is_what_it_says() -> None:
+    assert all(case.device == device for device, cases in CASES.items() for case in cases)
+    (case,) = select(["a_sgd_train"], "cuda")
+    assert (case.tables, case.rows, case.dim, case.dtype, case.alpha) == (10, 1_677_721, 128, "fp32", 1.05)
+    assert case.batch_size * case.tables == 1_048_570
+    for case in GPU_CASES:
+        assert case.tables * case.rows <= 16_777_210
+        rows = case.tables * (case.capacity or case.rows) * (case.dim * DTYPES[case.dtype].itemsize + state_bytes(case))
+        # FBGEMM's rows and ours, with twice an output of 1.05 M rows, fit the 141 GB of an H200.
+        assert 2 * rows + 4 * 1_100_000 * case.dim * 4 < 120e9
+        assert bool(case.bag_length > 1) == (case.pooling == "SUM")
+
+
+def test_gpu_cases_cover_what_was_asked_for() -> None:
+    known = [case for case in GPU_CASES if not case.changes and not case.cold and not case.loop]
+    for pooling in ("NONE", "SUM"):
+        trained = {case.optimizer for case in known if case.train and case.pooling == pooling and case.dim == 128}
+        assert trained == {"exact_sgd", "adam", "exact_adagrad", "exact_row_wise_adagrad"}
+    assert {case.dim for case in known} == {16, 64, 128, 256}
+    assert {case.tables for case in known} == {1, 10, 100}
+    assert {case.dtype for case in known} == {"fp32", "bf16"}
+    targets = {case.name: case.target for case in GPU_CASES if case.target is not None}
+    assert (targets["a_sgd_train"], targets["a_adam_train"]) == (0.60, 0.62)
+    assert (targets["a_eval"], targets["a_first_step"], targets["small_train"]) == (0.35, 1.5, 0.5)
 
 
 def test_select_matches_patterns_and_refuses_unknown_ones() -> None:
-    assert [case.name for case in select(["adam_train", "batch_64_*"])] == [
+    assert [case.name for case in select(["adam_train", "batch_64_*"], "cpu")] == [
         "adam_train",
         "batch_64_train",
         "batch_64_eval",
     ]
-    assert select([]) == CASES
-    with pytest.raises(ValueError, match="no case matches 'sdg'"):
-        select(["sdg"])
+    assert select([], "cpu") == CPU_CASES
+    assert select([], "cuda") == GPU_CASES
+    with pytest.raises(ValueError, match="no case of cpu matches 'sdg'"):
+        select(["sdg"], "cpu")
+
+
+def test_effort_depends_on_the_device_and_on_what_is_asked_for() -> None:
+    assert (parse(["--device", "cpu"]).rounds, parse(["--device", "cpu"]).threads) == (15, 2)
+    args = parse(["--device", "cuda", "--rounds", "5"])
+    assert (args.rounds, args.quiet, args.threads) == (5, 0, None)
+    assert parse(["--device", "cuda", "--quick"]).rounds < parse(["--device", "cuda"]).rounds
+
+
+def small_on_cpu(case: Case) -> Case:
+    """Return a GPU case as the CPU can run it, against ourselves: FBGEMM has no Adam there."""
+    return replace(case.shrink(512, 20 * case.tables), device="cpu", baseline=dynamic_sgd)
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+def test_every_gpu_case_runs_a_step_on_the_cpu(case: Case) -> None:
+    small = small_on_cpu(case)
+    assert small.full == case.full
+    engine = small.ours(small)
+    assert engine.module.output_dtype == engine.module.embedding_dtype == DTYPES[case.dtype]
+    batch = next(batches(small, engine.residents, seed=1))
+    assert batch.ids.numel() == small.batch_size * small.bag_length * case.tables
+    assert batch.grad.dtype == DTYPES[case.dtype]
+    before = engine.module.stats()
+    if engine.prepare is not None:
+        engine.prepare(engine, batch)
+        before = engine.module.stats()
+        assert sum(table["size"] for table in before.values()) == 0
+    engine.step(batch)
+    inserted = sum(after["inserted"] - before[name]["inserted"] for name, after in engine.module.stats().items())
+    evicted = sum(after["evicted"] - before[name]["evicted"] for name, after in engine.module.stats().items())
+    if case.cold:
+        assert inserted == batch.num_unique
+    elif case.changes:
+        assert 0 < inserted <= batch.num_unique
+    else:
+        assert inserted == 0
+    # A tiny table of several buckets may evict a little earlier than its share of free slots says.
+    assert evicted > 0 if case.population else evicted < 5
 
 
 def test_batches_hold_only_resident_ids_table_by_table() -> None:
@@ -55,6 +139,18 @@ def test_new_ids_are_new_in_every_batch() -> None:
     assert first.known_ids.max() < 32
 
 
+def test_with_room_left_all_known_ids_are_drawn() -> None:
+    case = Case("roomy", tables=1, rows=64, dim=4, num_ids=2000, bag_length=5, new_share=0.1, capacity=128)
+    assert next(batches(case, [torch.arange(64)], seed=1)).known_ids.max() >= 32
+
+
+def test_a_population_has_more_ids_than_rows_and_static_tables_read_rows() -> None:
+    case = Case("crowd", tables=2, rows=64, dim=4, num_ids=2000, bag_length=1, population=10_000)
+    batch = next(batches(case, [torch.arange(64).flip(0)] * 2, seed=1))
+    assert 9000 < batch.ids.max() < 10_000
+    assert batch.known_ids.equal(63 - batch.ids % 64)
+
+
 def test_a_power_law_prefers_few_ids() -> None:
     case = Case("skewed", tables=1, rows=10_000, dim=4, num_ids=5000, bag_length=1, alpha=1.05)
     batch = next(batches(case, [torch.arange(10_000)], seed=1))
@@ -68,6 +164,9 @@ def test_bytes_of_a_step_are_counted_by_hand() -> None:
     evaluate = Case("tiny", tables=2, dim=8, train=False)
     assert bytes_moved(evaluate, batch, 0) == inputs + rows + outputs
     assert bytes_moved(TINY, batch, 32) == inputs + rows + 2 * outputs + 2 * (rows + 5 * 32)
+    half = Case("tiny", tables=2, dim=8, dtype="bf16")
+    batch = replace(batch, grad=batch.grad.bfloat16())
+    assert bytes_moved(half, batch, 32) == inputs + rows // 2 + outputs + 2 * (rows // 2 + 5 * 32)
 
 
 def test_statistics_prefer_quiet_repetitions_if_there_are_enough() -> None:
@@ -85,21 +184,44 @@ def test_statistics_prefer_quiet_repetitions_if_there_are_enough() -> None:
         Case("tiny_adam", 2, 512, 8, 200, 5, optimizer="adam", baseline=dynamic_sgd),
         Case("tiny_sequence", 2, 512, 8, 200, 1, pooling="NONE", baseline=dynamic_sgd),
         Case("tiny_new", 2, 512, 8, 200, 5, new_share=0.5, baseline=dynamic_sgd),
+        Case("tiny_cold", 2, 512, 8, 200, 1, pooling="NONE", cold=True, baseline=dynamic_sgd),
+        Case("tiny_crowd", 2, 512, 8, 200, 5, population=10_000, alpha=1.05, baseline=dynamic_sgd),
+        Case("tiny_bf16", 2, 512, 8, 200, 5, dtype="bf16", baseline=dynamic_sgd),
     ],
     ids=lambda case: case.name,
 )
 def test_a_case_runs(case: Case) -> None:
     line = run_case(case, EFFORT)
-    assert line["repetitions"] == 4
-    assert line["ratio"] == line["ours"]["ms"] / line["baseline"]["ms"]
-    assert 25 <= line["index_bytes_per_slot"] < 25.5
-    assert {"find", "python", "total"} <= set(line["phases_ms"])
+    names = ["dynamicemb SGD", "dynamicemb"]
+    assert list(line["engines"]) == names == [line["baseline"], line["ours"]]
+    base, ours = line["engines"].values()
+    assert base["ratio"] == 1
+    assert ours["ratio"] == ours["ms"] / base["ms"]
+    assert ours["gbps"] == pytest.approx(line["bytes"] / ours["ms"] / 1e6)
+    assert ours["repetitions"] == (2 if case.cold else 4)
+    # Clock and counters of tiny tables weigh half a byte a slot.
+    assert 25 <= line["index_bytes_per_slot"] < 26
     phases = line["phases_ms"]
+    assert {"find", "python", "total"} <= set(phases)
     assert ("insert" in phases) == case.train
     assert ("gather" if case.pooling == "NONE" else "pool") in phases
-    if case.new_share:
+    assert ("initialize" in phases) == bool(case.changes or case.cold)
+    if case.changes:
         assert line["evicted_per_step"] > 0
-        assert "initialize" in phases
+    elif case.cold:
+        assert line["inserted_per_step"] == line["unique"]
+    else:
+        assert line["inserted_per_step"] == line["evicted_per_step"] == 0
+
+
+def test_a_missing_baseline_leaves_our_times_without_ratios() -> None:
+    line = run_case(replace(TINY, baseline=broken, target=0.5), Effort(2, 2, 0))
+    assert list(line["engines"]) == ["dynamicemb"]
+    assert line["engines"]["dynamicemb"]["ratio"] is None
+    assert line["errors"] == {"baseline": "RuntimeError: this engine"}
+    console = Console(width=200, record=True)
+    report.print_results([{**describe("cpu"), **line}], console)
+    assert "tiny: baseline did not run: RuntimeError: this engine" in console.export_text()
 
 
 def test_phases_leave_the_module_as_it_was() -> None:
@@ -109,16 +231,86 @@ def test_phases_leave_the_module_as_it_was() -> None:
     assert engine.module.tables.kernels is kernels
 
 
-def test_command_line_writes_json_lines_and_a_plot(tmp_path: Path) -> None:
+LIMITS = ["--max-rows", "512", "--max-ids", "200", "--rounds", "2", "--steps", "2", "--quiet", "0", "--phases"]
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_command_line_writes_json_lines_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fbgemm_gpu")
-    threads = torch.get_num_threads()
-    limits = ["--max-rows", "512", "--max-ids", "200", "--rounds", "2", "--steps", "2", "--quiet", "0", "--phases"]
-    try:
-        assert main(["--cases", "sgd_train", "eval", "--out", str(tmp_path), *limits]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    where = ["--device", "cpu", "--out", str(tmp_path)]
+    assert main([*where, "--cases", "sgd_train", "eval", "--commit", "abc", *LIMITS]) == 0
     lines = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
     assert [line["case"] for line in lines] == ["sgd_train", "eval"]
     assert {"commit", "cpu", "torch", "numba", "fbgemm", "date", "threads", "load", "copy_gbps"} <= set(lines[0])
-    assert lines[0]["baseline"]["name"] == "fbgemm TBE"
-    assert report.plot(lines, tmp_path / "again.png") == (tmp_path / "cpu.png").exists()
+    assert lines[0]["commit"] == "abc"
+    assert lines[0]["baseline"] == "fbgemm TBE"
+    assert lines[0]["targets"] == {"dynamicemb": 1.5}
+    assert plot.plot(lines, tmp_path / "again.png") == (tmp_path / "cpu.png").exists()
+    # The report is the same when it is made from the file.
+    tables = capsys.readouterr().out.split("copy bandwidth")[1]
+    assert main([*where, "--report"]) == 0
+    assert capsys.readouterr().out.split("copy bandwidth")[1] == tables
+    assert "1.50" in tables and "phases of our eager step" in tables
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_case_that_fails_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "cpu", [replace(TINY, name="bad", ours=broken), TINY])
+    assert main(["--device", "cpu", "--out", str(tmp_path), *LIMITS]) == 1
+    bad, good = (json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines())
+    assert (bad["case"], bad["error"]) == ("bad", "RuntimeError: this engine")
+    assert good["case"] == "tiny" and good["engines"]["dynamicemb"]["ms"] > 0
+    assert "bad FAILED: RuntimeError: this engine" in capsys.readouterr().out
+
+
+def gpu_line(**changes: Any) -> dict[str, Any]:
+    """Return a line as a GPU writes it: TBE 2.0 and 1.0 ms, ours 3.0 and 0.8 ms, eager and in a graph."""
+    line = {**describe("cpu"), **run_case(TINY, Effort(2, 2, 0))}
+    result = line["engines"]["dynamicemb"]
+    times = {"fbgemm TBE eager": 2.0, "fbgemm TBE graph": 1.0, "dynamicemb eager": 3.0, "dynamicemb graph": 0.8}
+    engines = {name: {**result, "ms": ms, "ratio": ms / 2} for name, ms in times.items()}
+    names = {"baseline": "fbgemm TBE eager", "ours": "dynamicemb graph", "ours_eager": "dynamicemb eager"}
+    targets = {"dynamicemb graph": 0.5, "dynamicemb eager": 1.0}
+    return {**line, **names, "device": "cuda", "engines": engines, "targets": targets, **changes}
+
+
+def test_a_gpu_report_compares_eager_with_eager_and_graph_with_both(tmp_path: Path) -> None:
+    console = Console(width=250, record=True)
+    line = gpu_line(clock="wall, loop of steps", inserted_per_step=7.0)
+    report.print_results([line], console)
+    text = console.export_text()
+    (row,) = [row for row in text.splitlines() if "0.40" in row and "1.50" in row]
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert cells[2] == "7"
+    assert cells[4:] == ["2.000", "1.000", "3.000", "0.800", "1.50", "0.40", "0.80", "0.50 ok", "1.00 MISSED"]
+    assert "the host bounds eager steps" in text
+    assert report.one_line(line).endswith("ratio 0.40 0.50 ok")
+    plot.plot([line], tmp_path / "gpu.png")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "name", ["a_adam_train", "a_eval", "a_first_step", "a_new_ids_train", "a_full_train", "small_sum_train"]
+)
+def test_a_gpu_case_runs_eager_and_in_a_graph(name: str) -> None:
+    if reason := reason_to_skip("cuda"):
+        pytest.skip(reason)
+    (case,) = select([name], "cuda")
+    small = replace(case.shrink(20_000, 20_000), baseline=dynamic_sgd)
+    line = run_case(small, Effort(2, 2, 0, phases=True))
+    assert not line["errors"]
+    assert list(line["engines"]) == [
+        "dynamicemb SGD eager",
+        "dynamicemb SGD graph",
+        "dynamicemb eager",
+        "dynamicemb graph",
+    ]
+    assert (line["evicted_per_step"] > 0) == (name == "a_full_train")
+    assert (line["inserted_per_step"] > 0) == (case.changes or case.cold)
+    if case.cold:
+        assert line["inserted_per_step"] == line["unique"]
+    phases = line["phases_ms"]
+    assert ("update" in phases) == case.train
+    assert 0 < sum(ms for phase, ms in phases.items() if phase != "total")
