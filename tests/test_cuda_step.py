@@ -68,6 +68,18 @@ def test_a_step_never_waits_for_the_device(optimizer: str, pooling: DynamicEmbPo
     assert module.stats()["a"]["evicted"] > 0
 
 
+def test_the_first_step_of_a_module_never_waits_either() -> None:
+    step(make("adam", DynamicEmbPoolingMode.SUM), batches(1)[0], OFFSETS.cuda())
+    module, offsets, ids = make("adam", DynamicEmbPoolingMode.SUM), OFFSETS.cuda(), batches(1)[0]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(module, ids, offsets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert module.stats()["a"]["inserted"] > 0
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_captured_step_equals_eager(optimizer: str, grouped_ahead: bool) -> None:
     eager, captured = (make(optimizer, DynamicEmbPoolingMode.SUM) for _ in range(2))

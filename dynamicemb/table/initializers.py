@@ -69,11 +69,13 @@ class InitializerTable:
             DEBUG             none
 
         keys: i64 ``[T]``, the bit patterns of the tables' 64-bit Philox keys.
+        mode_mask: which modes there are, bit m for mode m; 0 if the host does not know.
     """
 
     modes: torch.Tensor
     params: torch.Tensor
     keys: torch.Tensor
+    mode_mask: int = 0
 
     @classmethod
     def create(
@@ -100,6 +102,7 @@ class InitializerTable:
             modes=torch.tensor([mode for mode, _ in packed], dtype=torch.int32, device=device),
             params=torch.tensor([p for _, p in packed], dtype=torch.float64, device=device).view(-1, NUM_PARAMS),
             keys=torch.from_numpy(keys).to(device),
+            mode_mask=sum(1 << mode for mode in {mode for mode, _ in packed}),
         )
 
 

@@ -11,7 +11,6 @@ from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.rows import row_shape
 
-_MODE_MASK = "_mode_mask"
 # Philox calls of one program at a time, each for four columns: as wide as the widest row, up to 256 columns.
 _CALLS = 128
 _MOST_CALLS_PER_ROW = 64
@@ -35,7 +34,7 @@ def initialize(
         tables: i32 ``[M]``, the table of each row.
         state_values: f32 ``[T]``, the value every optimizer state float of a table starts with.
 
-    Host sync: one, the first time an ``InitializerTable`` is seen, to learn which modes it has. Bytes moved:
+    Host sync: none; one if the ``InitializerTable`` does not know which modes it has. Bytes moved:
     ``row_bytes`` written and 16 read for each row.
     """
     _initialize(store, initializers, (rows, ids, tables), state_values, rows.numel(), None)
@@ -47,15 +46,6 @@ def initialize_leaders(
     """Initialise the rows that the leaders of a lookup got; how many there are is read on the device."""
     m = missing
     _initialize(store, initializers, (m.leader_rows, m.leader_ids, m.leader_tables), state_values, m.num_ids, m.counts)
-
-
-def _mode_mask(initializers: InitializerTable) -> int:
-    """Return which modes the tables have, bit m for mode m; fetched once and kept with the object."""
-    mask = getattr(initializers, _MODE_MASK, None)
-    if mask is None:
-        mask = sum(1 << mode for mode in set(initializers.modes.tolist()))
-        object.__setattr__(initializers, _MODE_MASK, mask)
-    return mask
 
 
 def _initialize(store, initializers, leaders, state_values, num_rows, counts) -> None:
@@ -72,7 +62,7 @@ def _initialize(store, initializers, leaders, state_values, num_rows, counts) ->
     )  # fmt: skip
     constants = {
         "COUNTED": counts is not None,
-        "MODES": _mode_mask(initializers),
+        "MODES": initializers.mode_mask or sum(1 << mode for mode in set(initializers.modes.tolist())),
         "NUM_PARAMS": NUM_PARAMS,
         "ELEMENT": shape.weight,
         "ELEMENT_BYTES": store.dtype.itemsize,
