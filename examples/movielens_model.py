@@ -143,16 +143,16 @@ def _table_options(table: Table, config: EmbeddingBagConfig, device: torch.devic
     )
 
 
-def compile_kernels(dim: int) -> None:
-    """Train and evaluate tables of this process alone, so that numba compiles what the model needs or loads it."""
-    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2, 3])
+def compile_kernels(dim: int, device: torch.device) -> None:
+    """Train and evaluate tables of this process alone, so that the kernels are compiled or loaded."""
+    ids, offsets = torch.tensor([1, 2, 1], device=device), torch.tensor([0, 2, 3], device=device)
     options = DynamicEmbTableOptions(
         dim=dim, max_capacity=128, initializer_args=DynamicEmbInitializerArgs(lower=-1.0, upper=1.0)
     )
-    tables = BatchedDynamicEmbeddingTablesV2([options], optimizer=OPTIMIZER, device="cpu", seed=0)
+    tables = BatchedDynamicEmbeddingTablesV2([options], optimizer=OPTIMIZER, device=device, seed=0)
     tables(ids, offsets).sum().backward()
     tables.eval()(ids, offsets)
-    bucketize(torch.tensor([1, 0, 1]), torch.tensor([2, 1]), 2)
+    bucketize(torch.tensor([1, 0, 1], device=device), torch.tensor([2, 1], device=device), 2)
 
 
 def table_stats(model: DistributedModelParallel) -> dict[str, dict[str, float]]:

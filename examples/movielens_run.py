@@ -29,6 +29,21 @@ from rich.table import Table as Grid
 MAX_AUC_LOSS = 0.005
 
 
+def choose_device(wanted: str | None) -> str:
+    """Return "cuda" or "cpu": what is wanted, or what this machine has for each of its processes.
+
+    Args:
+        wanted: "cpu", "cuda" or None.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted == "cuda" and num_gpus == 0:
+        sys.exit("--device cuda: torch sees no CUDA device")
+    if wanted == "cuda" and num_gpus < num_processes:
+        sys.exit(f"--device cuda: {num_processes} processes need a GPU each, torch sees {num_gpus}; start fewer")
+    return wanted or ("cuda" if num_gpus >= num_processes else "cpu")
+
+
 def start_processes(kind: str) -> torch.device:
     """Join the process group of torchrun, or form one of this process alone. Returns this process's device.
 
@@ -36,19 +51,17 @@ def start_processes(kind: str) -> torch.device:
         kind: "cpu" or "cuda".
     """
     cuda = kind == "cuda"
-    if cuda and not torch.cuda.is_available():
-        sys.exit("--device cuda: torch sees no CUDA device")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
         # The layers are too small to gain from threads, and waiting for them is slow when cores are shared.
         torch.set_num_threads(1)
-    backend = "nccl" if cuda else "gloo"
+    backend, bound = ("nccl", device) if cuda else ("gloo", None)
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, device_id=bound)
     else:
-        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), device_id=bound)
     return device
 
 
@@ -132,33 +145,35 @@ def compare(args: argparse.Namespace, data: Data, device: torch.device, console:
 def silence_libraries() -> None:
     """Drop notes of torch and torchrec about their own code."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
+    warnings.filterwarnings("ignore", category=UserWarning, message="`_get_pg_default_device`")
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def warm_up(dim: int, console: Console) -> None:
-    """Compile the CPU kernels on rank 0 into numba's cache on disk, from which the other ranks then load them."""
+def warm_up(dim: int, device: torch.device, console: Console) -> None:
+    """Compile the kernels on rank 0 into a cache on disk, from which the other ranks then load them."""
     start = time.perf_counter()
+    name = "GPU" if device.type == "cuda" else "CPU"
     if dist.get_rank() == 0:
-        console.print("compiling CPU kernels, once (up to 2 minutes)")
-        compile_kernels(dim)
+        console.print(f"compiling {name} kernels, once (up to 2 minutes)")
+        compile_kernels(dim, device)
     dist.barrier()
     if dist.get_rank() != 0:
-        compile_kernels(dim)
+        compile_kernels(dim, device)
     dist.barrier()
-    console.print(f"CPU kernels ready after {time.perf_counter() - start:.0f} s")
+    console.print(f"{name} kernels ready after {time.perf_counter() - start:.0f} s")
 
 
 def run_all(args: argparse.Namespace) -> int:
     """Do what the command line asks for. Returns the exit status."""
     silence_libraries()
-    device = start_processes(args.device)
+    device = start_processes(choose_device(args.device))
     console = Console(quiet=dist.get_rank() != 0, highlight=False)
     try:
-        if args.device == "cuda":
-            console.print("note: TorchRec with dynamic tables on CUDA is not tested yet")
-        elif not args.static:
-            warm_up(args.dim, console)
+        if device.type == "cpu" and args.device is None and torch.cuda.is_available():
+            console.print(f"on the CPU: {torch.cuda.device_count()} GPUs are too few for the processes of this machine")
+        if not args.static:
+            warm_up(args.dim, device, console)
         data = load_data()
         if args.compare:
             return 0 if compare(args, data, device, console) else 1

@@ -1,16 +1,18 @@
-"""One pool of gloo ranks for the whole pytest session.
+"""A pool of gloo ranks, and one of NCCL ranks with a GPU each, for the whole pytest session.
 
 The workers are spawned once (never forked: numba's OpenMP layer kills a forked child) and wait for jobs. A job is the
 qualified name of a function and its arguments; every rank of the job calls it in a process group of that world size::
 
-    def check(rank, world_size, x): ...          # at module level of a test file
-    def test_it(ranks): ranks.run(2, check, 5)   # returns [result of rank 0, result of rank 1]
+    def check(rank, world_size, x): ...              # at module level of a test file
+    def test_it(ranks): ranks.run(2, check, 5)       # returns [result of rank 0, result of rank 1]
+    def test_it(gpu_ranks): gpu_ranks.run(2, check)  # skips the test where there are fewer than two GPUs
 
 Nothing hangs: a job that exceeds its time limit is stopped together with the pool, the next job starts a new one.
 """
 
 import atexit
 import faulthandler
+import functools
 import importlib
 import multiprocessing
 import os
@@ -26,7 +28,7 @@ from typing import Any
 
 import pytest
 
-# Generous: the first job of a fresh checkout compiles the numba kernels.
+# Generous: the first job of a fresh checkout compiles the kernels.
 TIME_LIMIT_S = 400.0
 # How long the other ranks may go on once one has failed: they often wait for it in a collective.
 GRACE_S = 3.0
@@ -36,15 +38,25 @@ class RankError(Exception):
     """A rank raised; the message holds its traceback, `__cause__` the exception when it can be pickled."""
 
 
-def _set_up_group(rank: int, world_size: int, store: str, current: list[str]) -> None:
+def _set_up_group(backend: str, rank: int, world_size: int, store: str, current: list[str]) -> None:
+    import torch
     import torch.distributed as dist
 
     if current == [store]:
         return
     if dist.is_initialized():
         dist.destroy_process_group()
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIME_LIMIT_S)
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIME_LIMIT_S),
+        device_id=device,
     )
     # TorchRec broadcasts a flag in its first model only: ranks that served another world size before would stay away.
     flags = sys.modules.get("torchrec.distributed.collective_utils")
@@ -53,7 +65,7 @@ def _set_up_group(rank: int, world_size: int, store: str, current: list[str]) ->
     current[:] = [store]
 
 
-def _serve(rank: int, connection: Connection) -> None:
+def _serve(backend: str, rank: int, connection: Connection) -> None:
     """Run jobs until the pipe closes."""
     import torch
 
@@ -67,7 +79,7 @@ def _serve(rank: int, connection: Connection) -> None:
         world_size, store, (module, name), arguments, limit = job
         faulthandler.dump_traceback_later(limit, exit=False)
         try:
-            _set_up_group(rank, world_size, store, current)
+            _set_up_group(backend, rank, world_size, store, current)
             function = getattr(importlib.import_module(module), name)
             answer = ("done", pickle.dumps(function(rank, world_size, *arguments)))
         except BaseException as error:
@@ -85,9 +97,14 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 class RankPool:
-    """Worker processes, one per rank, started when a job needs them."""
+    """Worker processes, one per rank, started when a job needs them.
 
-    def __init__(self) -> None:
+    Args:
+        backend: "gloo", or "nccl": rank r then has GPU r.
+    """
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.num_groups = 0
@@ -148,8 +165,11 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if pending or died:
             self.close()
+        elif failures and self.backend == "nccl":
+            # Collectives may have gone out of step, and leaving a group would wait for them.
+            self.close()
         elif failures:
-            # Collectives may have gone out of step: the next job gets a new group.
+            # The next job gets a new group.
             self.stores.clear()
         if failures:
             rank, text, cause = failures[0]
@@ -164,12 +184,15 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         # Read when the child imports numba and OpenMP; the ranks share the cores of one machine.
         limits = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        if self.backend == "nccl":
+            # Deterministic algorithms need it.
+            limits["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         before = {name: os.environ.get(name) for name in limits}
         os.environ.update(limits)
         try:
             for rank in range(len(self.workers), num_workers):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+                process = context.Process(target=_serve, args=(self.backend, rank, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 self.workers.append((process, ours))
@@ -189,23 +212,47 @@ class RankPool:
         return self.stores[world_size]
 
 
-_pool: RankPool | None = None
+def skip_without_gpus(number: int) -> None:
+    """Skip the test if there are fewer GPUs, or if kernels are interpreted."""
+    import torch
+
+    from tests.conftest import reason_to_skip
+
+    reason = reason_to_skip("cuda")
+    if reason is None and torch.cuda.device_count() < number:
+        reason = f"{number} ranks need a GPU each, there are {torch.cuda.device_count()}"
+    if reason:
+        pytest.skip(reason)
 
 
-def pool() -> RankPool:
-    """Return the pool of this process, made by the first call."""
-    global _pool
-    if _pool is None:
-        assert multiprocessing.current_process().name == "MainProcess", f"ranks start no ranks: {sys.argv}"
-        _pool = RankPool()
-        atexit.register(_pool.close)
-    return _pool
+@functools.cache
+def pool(backend: str = "gloo", name: str = "") -> RankPool:
+    """Return a pool of this process, made by the first call; pools of different names share no workers."""
+    assert multiprocessing.current_process().name == "MainProcess", f"ranks start no ranks: {sys.argv}"
+    made = RankPool(backend)
+    atexit.register(made.close)
+    return made
+
+
+class GpuRanks:
+    """Ranks with a GPU each, a pool for each world size: a rank cannot leave an NCCL group that others stay in."""
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Do what `RankPool.run` does; skips the test if there are too few GPUs."""
+        skip_without_gpus(world_size)
+        return pool("nccl", f"{world_size} ranks").run(world_size, function, *arguments)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    """Hand out the pool; import this fixture into a test file to use it."""
+    """Hand out the pool of gloo ranks; import this fixture into a test file to use it."""
     from tests.sharded_model import compile_kernels
 
     compile_kernels()
     return pool()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> GpuRanks:
+    """Hand out the NCCL ranks; import this fixture into a test file to use it."""
+    return GpuRanks()

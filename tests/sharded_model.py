@@ -46,6 +46,8 @@ class Case:
     batch_sizes: tuple[int, ...] = (5,)
     empty_features: tuple[str, ...] = ()
     id_dtype: torch.dtype = torch.int64
+    # "cpu" or "cuda": where the ranks' tables and batches are.
+    device: str = "cpu"
 
     @property
     def features(self) -> list[str]:
@@ -88,7 +90,8 @@ def loss_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
     total = torch.zeros(())
     for name in sorted(outputs):
         out = outputs[name]
-        total = total + ((out - torch.linspace(-1, 1, out.shape[1])) ** 2).sum()
+        target = torch.linspace(-1, 1, out.shape[1]).to(out.device)
+        total = total.to(out.device) + ((out - target) ** 2).sum()
     return total / 10
 
 
@@ -102,7 +105,7 @@ def compile_kernels() -> None:
     for mode in (DynamicEmbPoolingMode.NONE, DynamicEmbPoolingMode.SUM):
         for weights in (None, torch.ones(3)) if mode is DynamicEmbPoolingMode.SUM else (None,):
             module = BatchedDynamicEmbeddingTablesV2(
-                [DynamicEmbTableOptions(dim=4, max_capacity=128)], ["t"], pooling_mode=mode
+                [DynamicEmbTableOptions(dim=4, max_capacity=128)], ["t"], pooling_mode=mode, device="cpu"
             )
             module(ids, offsets, weights).sum().backward()
             module.eval()(ids, offsets, weights)
@@ -185,22 +188,28 @@ def build(case: Case, world_size: int, **sharder_arguments: Any) -> Any:
     ]
     model = Model(collection)
     planner = DynamicEmbeddingShardingPlanner(
-        configs, topology=Topology(world_size=world_size, compute_device="cpu"), constraints=constraints
+        configs, topology=Topology(world_size=world_size, compute_device=case.device), constraints=constraints
     )
     plan = planner.collective_plan(model, sharders)
-    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return DistributedModelParallel(model, device=device_of(case), plan=plan, sharders=sharders)
 
 
-def make_kjt(batch: dict[str, Any]) -> Any:
+def device_of(case: Case) -> torch.device:
+    """Return this rank's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device(case.device)
+
+
+def make_kjt(batch: dict[str, Any], case: Case) -> Any:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    return KeyedJaggedTensor(
+    kjt = KeyedJaggedTensor(
         keys=batch["keys"],
         values=batch["values"],
         lengths=batch["lengths"],
         weights=batch["weights"],
         stride=batch["lengths"].numel() // len(batch["keys"]),
     )
+    return kjt.to(device_of(case))
 
 
 def outputs_of(case: Case, result: Any) -> dict[str, torch.Tensor]:
@@ -236,8 +245,8 @@ def train(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         model = build(case, world_size)
     outputs = []
     for step in range(STEPS):
-        result = outputs_of(case, model(make_kjt(make_batch(case, step, rank))))
-        outputs.append({name: value.detach().clone() for name, value in result.items()})
+        result = outputs_of(case, model(make_kjt(make_batch(case, step, rank), case)))
+        outputs.append({name: value.detach().clone().cpu() for name, value in result.items()})
         model.zero_grad()
         loss_of(result).backward()
         with torch.no_grad():
@@ -344,7 +353,7 @@ def initial_rows(case: Case, world_size: int) -> dict[str, dict[int, torch.Tenso
                 max_capacity=1024,
                 initializer_args=complete_initializer_args(options.initializer_args, embedding_config=config),
             )
-            module = BatchedDynamicEmbeddingTablesV2([options], [table.name], seed=SEED)
+            module = BatchedDynamicEmbeddingTablesV2([options], [table.name], seed=SEED, device="cpu")
             values = module(wanted, torch.arange(wanted.numel() + 1)).detach()
         rows[table.name] = dict(zip(wanted.tolist(), values))
     return rows

@@ -20,6 +20,9 @@ sys.path.insert(0, str(EXAMPLES))
 import movielens  # noqa: E402
 import movielens_data as md  # noqa: E402
 from movielens_model import auc  # noqa: E402
+from movielens_run import choose_device  # noqa: E402
+
+from tests.ranks import skip_without_gpus  # noqa: E402
 
 try:
     FILES = md.read_files()
@@ -213,7 +216,7 @@ def environment() -> dict[str, str]:
 def test_arguments(words: str, seeds: list[int], fraction: float) -> None:
     args = movielens.parse_arguments(words.split())
     assert (args.seeds, args.capacity_fraction) == (seeds, fraction)
-    assert args.device == ("cuda" if "cuda" in words else "cpu")
+    assert args.device == ("cuda" if "cuda" in words else None)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,32 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "comma-separated (default: 0; with --compare 0,1,2)" in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "num_processes", "wanted", "chosen"),
+    [
+        (0, 1, None, "cpu"),
+        (1, 1, None, "cuda"),
+        (1, 2, None, "cpu"),
+        (4, 2, None, "cuda"),
+        (4, 2, "cpu", "cpu"),
+        (2, 2, "cuda", "cuda"),
+        (1, 2, "cuda", "--device cuda: 2 processes need a GPU each, torch sees 1; start fewer"),
+        (0, 1, "cuda", "--device cuda: torch sees no CUDA device"),
+    ],
+)
+def test_a_gpu_for_each_process_is_used(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_processes: int, wanted: str | None, chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
+    if chosen in ("cpu", "cuda"):
+        assert choose_device(wanted) == chosen
+    else:
+        with pytest.raises(SystemExit, match=chosen):
+            choose_device(wanted)
+
+
 def test_a_missing_gpu_is_named() -> None:
     command = [sys.executable, str(EXAMPLES / "movielens.py"), "--device", "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -250,22 +279,46 @@ def test_a_missing_gpu_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_two_processes_learn(kind: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = run_example(kind, 2, environment())
+    if kind == "dynamic":
+        assert output.startswith("compiling CPU kernels, once (up to 2 minutes)\n")
+        check_stats(output)
+
+
+@pytest.mark.distributed
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_gpus_learn(kind: str, num_processes: int) -> None:
+    skip_without_gpus(num_processes)
+    variables = environment()
+    del variables["CUDA_VISIBLE_DEVICES"]
+    output = run_example(kind, num_processes, variables)
+    if kind == "dynamic":
+        assert output.startswith("compiling GPU kernels, once (up to 2 minutes)\n")
+        check_stats(output)
+
+
+def run_example(kind: str, num_processes: int, variables: dict[str, str]) -> str:
+    """Train for one epoch; return what was printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     command += [str(EXAMPLES / "movielens.py"), "--epochs", "1"]
     command += ["--static"] if kind == "static" else []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     # 0.67 is far above a constant (0.5) and below what either kind reaches in one pass.
     assert float(re.search(rf"^{kind}: AUC (0\.\d+)", done.stdout, re.MULTILINE).group(1)) > 0.67
     assert f"{kind}: AUC" in done.stdout and "(seed 0; " in done.stdout
-    if kind == "dynamic":
-        assert done.stdout.startswith("compiling CPU kernels, once (up to 2 minutes)\n")
-        assert "The tables have rows for 50% of all ids" in done.stdout.splitlines()[-1]
-        rows = re.findall(r"│ (\w+) +│ +([\d,]+) │ +([\d,]+) │ +\d+% │ +[\d,]+ │ +([\d,]+) │ +([\d,]+) │", done.stdout)
-        stats = {name: [int(value.replace(",", "")) for value in values] for name, *values in rows}
-        assert set(stats) == set(md.load_ratings().bags)
-        # The tables of many ids are too small for them and must evict; the others must not.
-        assert {name for name, (_, _, evicted, _) in stats.items() if evicted} == {
-            "item", "occupation_item", "user", "user_genre", "zip"
-        }  # fmt: skip
-        assert all(size <= capacity and failed == 0 for size, capacity, _, failed in stats.values())
+    return done.stdout
+
+
+def check_stats(output: str) -> None:
+    assert "The tables have rows for 50% of all ids" in output.splitlines()[-1]
+    rows = re.findall(r"│ (\w+) +│ +([\d,]+) │ +([\d,]+) │ +\d+% │ +[\d,]+ │ +([\d,]+) │ +([\d,]+) │", output)
+    stats = {name: [int(value.replace(",", "")) for value in values] for name, *values in rows}
+    assert set(stats) == set(md.load_ratings().bags)
+    # The tables of many ids are too small for them and must evict; the others must not.
+    assert {name for name, (_, _, evicted, _) in stats.items() if evicted} == {
+        "item", "occupation_item", "user", "user_genre", "zip"
+    }  # fmt: skip
+    assert all(size <= capacity and failed == 0 for size, capacity, _, failed in stats.values())

@@ -13,6 +13,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import BoundsCheckMode
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.types import DataType
@@ -28,7 +29,7 @@ from dynamicemb.planner import (
 )
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
 from dynamicemb.sharding.planner import memory_report
-from dynamicemb.sharding.table_sizes import table_memory, table_options_on_rank
+from dynamicemb.sharding.table_sizes import SCRATCH_BYTES_PER_OCCURRENCE, table_memory, table_options_on_rank
 from dynamicemb.sharding.versions import find_mismatch
 from tests.ranks import RankError, RankPool, ranks  # noqa: F401
 
@@ -100,7 +101,7 @@ def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacit
 def test_c20_planned_memory_equals_allocated_memory() -> None:
     options = table_options_on_rank(config(num_embeddings=3000, dim=5), DynamicEmbTableOptions(), 2)
     memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu")
-    module = BatchedDynamicEmbeddingTablesV2([options], ["t"], optimizer=EmbOptimType.ADAM)
+    module = BatchedDynamicEmbeddingTablesV2([options], ["t"], optimizer=EmbOptimType.ADAM, device="cpu")
     used = module.memory_usage()
     assert memory.num_slots == 1536
     assert memory.index_bytes + memory.score_bytes == 25 * 1536
@@ -130,13 +131,29 @@ def test_c20_a_dynamic_table_that_does_not_fit_is_refused() -> None:
         plan_of(make_planner(configs, {"t": dynamic()}, ddr_cap=GIB), configs)
 
 
-def test_gpu_memory_of_rows_is_what_the_user_allows() -> None:
+def test_c20_all_memory_of_a_table_on_a_gpu_is_gpu_memory() -> None:
     options = DynamicEmbTableOptions(global_hbm_for_values=2 * 10_000)
     options = table_options_on_rank(config(num_embeddings=2000), options, 2)
     memory = table_memory("t", options, EmbOptimType.EXACT_SGD, 100, "cuda")
     assert options.local_hbm_for_values == 10_000
-    assert memory.hbm_bytes == 1024 * 25 + memory.scratch_bytes + 10_000
-    assert memory.total_bytes == 1024 * (25 + 32) + memory.scratch_bytes
+    assert memory.hbm_bytes == memory.total_bytes == 1024 * (25 + 32) + memory.scratch_bytes
+    assert memory.scratch_bytes == 100 * SCRATCH_BYTES_PER_OCCURRENCE["cuda"]
+
+
+def test_c20_a_dynamic_table_that_does_not_fit_a_gpu_is_refused() -> None:
+    configs = [config(num_embeddings=2_000_000, dim=64)]
+    model = nn.Sequential(EmbeddingCollection(tables=configs, device=torch.device("meta")))
+    sharders = [DynamicEmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.ADAM})]
+    # 1,000,064 rows of 768 bytes on each of two ranks; TorchRec keeps 15 % of a GPU for itself.
+    for hbm_cap, fits in ((2 * GIB, True), (GIB // 2, False)):
+        topology = Topology(world_size=2, compute_device="cuda", hbm_cap=hbm_cap)
+        planner = DynamicEmbeddingShardingPlanner(configs, topology=topology, constraints={"t": dynamic()})
+        if fits:
+            planner.plan(model, sharders)
+            assert planner.memory["t"].host_bytes == 0
+        else:
+            with pytest.raises(Exception, match="[Ss]torage"):
+                planner.plan(model, sharders)
 
 
 def test_tables_of_too_many_slots_are_not_fused() -> None:
@@ -230,9 +247,13 @@ def test_c04_bad_bucket_capacity_is_refused(bucket_capacity: int) -> None:
         dynamic(bucket_capacity=bucket_capacity)
 
 
-def test_c27_ignored_constraints_warn() -> None:
-    constraint = dataclasses.replace(dynamic(), compute_kernels=["fused"])
-    with pytest.warns(UserWarning, match="'t' ignores compute_kernels"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("compute_kernels", ["fused"]), ("enforce_hbm", True), ("bounds_check_mode", BoundsCheckMode.WARNING)],
+)
+def test_c27_ignored_constraints_warn(name: str, value: Any) -> None:
+    constraint = dataclasses.replace(dynamic(), **{name: value})
+    with pytest.warns(UserWarning, match=f"'t' ignores {name}="):
         make_planner([config()], {"t": constraint})
 
 
@@ -260,7 +281,9 @@ def test_the_enumerator_searches_static_tables_as_torchrec_does() -> None:
 
 def test_get_planner_plans_all_three_kinds() -> None:
     configs = [bag_config(name) for name in ("dp", "dyn", "other")]
-    planner = get_planner(configs, {"dp"}, {"dyn": DynamicEmbTableOptions()}, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning, message="dynamic table")
+        planner = get_planner(configs, {"dp"}, {"dyn": DynamicEmbTableOptions()}, torch.device("cpu"))
     model = nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
     plan = planner.plan(model, [DynamicEmbeddingBagCollectionSharder()]).plan["0"]
     assert {name: entry.sharding_type for name, entry in plan.items()} == {

@@ -7,9 +7,15 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.sharding.dedup import deduplicate, pack_counts, unpack_counts
+from dynamicemb.sharding.dedup import (
+    Deduplication,
+    pack_counts,
+    unique_per_table,
+    unique_per_table_by_sorting,
+    unpack_counts,
+)
 from dynamicemb.table.ownership import owner_of
-from tests.ranks import RankPool, ranks  # noqa: F401
+from tests.ranks import GpuRanks, RankPool, ranks  # noqa: F401
 from tests.sharded_model import STEPS, Case, Reference, Table, initial_rows, train
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +46,7 @@ CASES = {
 }
 
 
-def check(pool: RankPool, world_size: int, case: Case) -> None:
+def check(pool: RankPool | GpuRanks, world_size: int, case: Case) -> None:
     results = pool.run(world_size, train, case)
     reference = Reference(case, world_size, initial_rows(case, world_size))
     for step in range(STEPS):
@@ -80,7 +86,7 @@ def test_c02_c10_c17_ranks_equal_one_process(ranks: RankPool, case: Case, world_
 @pytest.mark.parametrize("name", ["ec", "ec-mixed-dedup", "ebc-mean", "ebc-weighted", "ebc-mixed"])
 @pytest.mark.parametrize("sizes", [(4, 0, 3), (0, 2), (0,)], ids=["uneven", "half-empty", "all-empty"])
 def test_c03_empty_ranks_never_hang(ranks: RankPool, name: str, sizes: tuple[int, ...]) -> None:  # noqa: F811
-    for world_size in (2, 3):
+    for world_size in (1, 2, 3):
         check(ranks, world_size, replace(CASES[name], batch_sizes=sizes))
 
 
@@ -97,11 +103,48 @@ def test_c10_counts_stay_exact_beyond_float32() -> None:
 
 def test_dedup_example_of_the_docstring() -> None:
     batch = KeyedJaggedTensor(["x", "y"], torch.tensor([7, 5, 7, 7]), lengths=torch.tensor([2, 0, 1, 1]), stride=2)
-    unique, reverse = deduplicate(batch, [2], with_counts=True)
+    unique, reverse = Deduplication([2], with_counts=True, device=torch.device("cpu"))(batch)
     assert unique.values().tolist() == [5, 7]
     assert unique.lengths().tolist() == [1, 1, 0, 0]
     assert unpack_counts(unique.weights()).tolist() == [1, 3]
     assert reverse.tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+@pytest.mark.parametrize("features_per_table", [[1], [2, 1, 3]])
+def test_deduplicated_batches_spread_evenly(features_per_table: list[int], batch_size: int) -> None:
+    num_features = sum(features_per_table)
+    lengths = torch.randint(0, 4, (num_features * batch_size,), generator=torch.Generator().manual_seed(batch_size))
+    ids = torch.arange(int(lengths.sum())) % 7
+    keys = [f"f{f}" for f in range(num_features)]
+    batch = KeyedJaggedTensor(keys, ids, lengths=lengths, stride=batch_size)
+    unique, _ = Deduplication(features_per_table, False, torch.device("cpu"))(batch)
+    per_key = unique.lengths().view(num_features, batch_size).sum(1).tolist()
+    assert unique.length_per_key() == per_key and sum(per_key) == unique.values().numel()
+    for bags in torch.split(unique.lengths(), [number * batch_size for number in features_per_table]):
+        assert not bags.numel() or bags.max() - bags.min() <= 1
+        assert bags.tolist() == sorted(bags.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("ids_per_table", [[0], [1], [63], [0, 0], [100, 0, 2000], [5, 1, 1, 0, 63]])
+@pytest.mark.parametrize("num_values", [1, 10, 10**9])
+def test_both_ways_to_find_distinct_ids_agree(ids_per_table: list[int], num_values: int, dtype: torch.dtype) -> None:
+    check_unique(ids_per_table, num_values, dtype, "cpu")
+
+
+def check_unique(ids_per_table: list[int], num_values: int, dtype: torch.dtype, device: str) -> None:
+    total = sum(ids_per_table)
+    ids = torch.randint(-num_values, num_values, (total,), generator=torch.Generator().manual_seed(total))
+    # The same ids in all tables, and the ends of the range.
+    ends = torch.tensor([torch.iinfo(dtype).min, torch.iinfo(dtype).max])
+    ids = torch.where(ids % 7 == 0, ends[ids % 2], ids).to(dtype)
+    expected = unique_per_table(ids, ids_per_table)
+    tables = torch.repeat_interleave(torch.arange(len(ids_per_table)), torch.tensor(ids_per_table)).to(torch.int16)
+    found = unique_per_table_by_sorting(ids.to(device), tables.to(device), len(ids_per_table))
+    found = found.cut(expected.ids.numel())
+    for name, value in vars(expected).items():
+        assert torch.equal(getattr(found, name).cpu(), value), name
 
 
 def test_c17_static_and_dynamic_mean_are_both_divided_once(ranks: RankPool) -> None:  # noqa: F811

@@ -7,8 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import RankPool, ranks  # noqa: F401
-from tests.sharded_model import Case, Table, build, dynamic_modules, exported, make_batch, make_kjt, outputs_of
+from tests.ranks import GpuRanks, RankPool, ranks  # noqa: F401
+from tests.sharded_model import (
+    Case,
+    Table,
+    build,
+    device_of,
+    dynamic_modules,
+    exported,
+    make_batch,
+    make_kjt,
+    outputs_of,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -25,11 +35,11 @@ KINDS = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def look_up_unsigned(rank: int, world_size: int, case: Case) -> None:
     batch = make_batch(case, 0, rank)
     signed, unsigned = build(case, world_size), build(case, world_size)
-    expected = outputs_of(case, signed(make_kjt(batch)))
+    expected = outputs_of(case, signed(make_kjt(batch, case)))
     batch["values"] = batch["values"].view(torch.uint64)
     # Non-contiguous, too: every second of doubled ids.
     batch["values"] = batch["values"].repeat_interleave(2)[::2]
-    outputs = outputs_of(case, unsigned(make_kjt(batch)))
+    outputs = outputs_of(case, unsigned(make_kjt(batch, case)))
     assert all(torch.equal(value, outputs[name]) for name, value in expected.items())
     assert {n: set(rows) for n, rows in exported(signed).items()} == {
         n: set(rows) for n, rows in exported(unsigned).items()
@@ -54,7 +64,7 @@ def vary_stride(rank: int, world_size: int, case: Case) -> list[tuple[int, ...]]
         stride_per_key_per_rank=[[stride] for stride in strides],
         inverse_indices=(["f0", "f1"], torch.tensor(inverse, dtype=torch.int64)),
     )
-    outputs = outputs_of(case, build(case, world_size)(batch))
+    outputs = outputs_of(case, build(case, world_size)(batch.to(device_of(case))))
     sum(value.sum() for value in outputs.values()).backward()
     return [tuple(outputs[name].shape) for name in ("f0", "f1")]
 
@@ -80,7 +90,7 @@ def train_on_several_backends(rank: int, world_size: int) -> None:
     sharded = sharder.shard(unsharded, model.plan.plan["collection"], env, torch.device("cpu"))
     uneven = Case(case.tables, pooled=True, batch_sizes=(3, 0, 5))
     batch = make_batch(uneven, 0, rank)
-    expected, outputs = outputs_of(case, model(make_kjt(batch))), outputs_of(case, sharded(make_kjt(batch)))
+    expected, outputs = outputs_of(case, model(make_kjt(batch, case))), outputs_of(case, sharded(make_kjt(batch, case)))
     assert all(torch.equal(value, outputs[name]) for name, value in expected.items())
     sum(value.sum() for value in outputs.values()).backward()
 
@@ -198,40 +208,71 @@ def test_c27_capacities_that_the_config_overrules_warn(options: dict[str, int], 
         )
 
 
-def break_one_rank(rank: int, world_size: int, case: Case, fault: str) -> str:
+def break_one_rank(rank: int, world_size: int, case: Case, fault: str) -> list[str]:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    model = build(case, world_size)
-    good = {"keys": ["f0", "f1"], "values": torch.arange(4), "lengths": torch.ones(4, dtype=torch.int64)}
+    device = device_of(case)
+    keys = case.features
+    # Not the order of the tables, so that a first batch that is refused must not decide about it.
+    good = {
+        "keys": keys,
+        "values": torch.arange(2 * len(keys), device=device),
+        "lengths": torch.ones(2 * len(keys), dtype=torch.int64, device=device),
+    }
+    elsewhere = "meta" if case.device == "cpu" else "cpu"
     bad = {
-        "float ids": {"values": torch.rand(4)},
-        "a missing feature": {"keys": ["f0", "other"]},
-        "lengths": {"lengths": torch.tensor([1, 1, 1, 2])},
-        "another device": {name: good[name].to("meta") for name in ("values", "lengths")},
+        "float ids": {"values": good["values"].float()},
+        "a missing feature": {"keys": ["other", *keys[1:]]},
+        "lengths": {"lengths": good["lengths"] + (torch.arange(2 * len(keys), device=device) == 3)},
+        "another device": {name: good[name].to(elsewhere) for name in ("values", "lengths")},
+        "no batch": None,
     }[fault]
-    try:
-        model(KeyedJaggedTensor(**(good | bad if rank == 1 else good)))
-    except (TypeError, ValueError) as error:
-        message = f"{type(error).__name__}: {error}"
-    else:
-        message = "nothing raised"
-    # The group is usable, and nothing was inserted.
-    assert all(not rows for rows in exported(model).values())
-    outputs_of(case, model(KeyedJaggedTensor(**good)))
-    return message
+    model, expected = build(case, world_size), build(case, world_size)
+    messages = []
+    for step in range(2):
+        try:
+            batch = KeyedJaggedTensor(**(good | bad if rank == 1 else good)) if bad or rank != 1 else None
+            model(batch)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            messages.append("nothing raised")
+        # The ranks agree where they are, and nothing was inserted.
+        if step == 0:
+            assert all(not rows for rows in exported(model).values())
+        outputs = outputs_of(case, model(KeyedJaggedTensor(**good)))
+        wanted = outputs_of(case, expected(KeyedJaggedTensor(**good)))
+        assert all(torch.equal(value, outputs[name]) for name, value in wanted.items())
+    assert {name: set(rows) for name, rows in exported(model).items()} == {
+        name: set(rows) for name, rows in exported(expected).items()
+    }
+    return messages
 
 
-@KINDS
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("float ids", "TypeError: features: ids must be int64, int32 or uint64, got torch.float32"),
-        ("a missing feature", "ValueError: features: ['f1'] are not in the batch"),
-        ("another device", "ValueError: features: ids are on meta"),
-        ("lengths", "ValueError: features: lengths must be non-negative and sum to the 4 ids"),
-    ],
-)
-def test_c04_a_bad_batch_on_one_rank_raises_on_all(ranks: RankPool, case: Case, fault: str, message: str) -> None:  # noqa: F811
-    first, second = ranks.run(2, break_one_rank, case, fault)
-    assert second.startswith(message)
-    assert first == "ValueError: features: the batch of another rank is malformed; its own error says how"
+FAULTS = {
+    "float ids": "TypeError: features: ids must be int64, int32 or uint64, got torch.float32",
+    "a missing feature": "ValueError: features: ['f2'] are not in the batch",
+    "another device": "ValueError: features: ids are on ",
+    "no batch": "TypeError: features must be a KeyedJaggedTensor or a TensorDict, got NoneType",
+    "lengths": "ValueError: features: lengths must be non-negative and sum to the 6 ids",
+}
+STATIC = Table("s", ("f2",), sharding="row_wise", num_embeddings=12)
+# Two tables share f0.
+C = Table("c", ("f1", "f0"), dist_type="continuous", pooling="mean", num_embeddings=7)
+BROKEN_CASES = {
+    "ec": Case((A, B, C, STATIC), pooled=False),
+    "ec-dedup": Case((STATIC, A, B, C), pooled=False, dedup=True),
+    "ebc": Case((A, STATIC, B, C), pooled=True),
+}
+
+
+def check_refusal(pool: RankPool | GpuRanks, case: Case, fault: str) -> None:
+    first, second = pool.run(2, break_one_rank, case, fault)
+    assert all(message.startswith(FAULTS[fault]) for message in second)
+    assert first == ["ValueError: features: the batch of another rank is malformed; its own error says how"] * 2
+
+
+@pytest.mark.parametrize("case", BROKEN_CASES.values(), ids=BROKEN_CASES.keys())
+@pytest.mark.parametrize("fault", FAULTS)
+def test_c04_a_bad_batch_on_one_rank_raises_on_all(ranks: RankPool, case: Case, fault: str) -> None:  # noqa: F811
+    check_refusal(ranks, case, fault)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankError, RankPool, ranks  # noqa: F401
+from dynamicemb.errors import UnsupportedOptionError
+from tests.ranks import GpuRanks, RankError, RankPool, ranks  # noqa: F401
 from tests.sharded_model import (
     LEARNING_RATE,
     Case,
@@ -32,7 +33,7 @@ KINDS = pytest.mark.parametrize("case", [EC, EBC], ids=["ec", "ebc"])
 
 
 def forward(case: Case, model: Any, step: int, rank: int) -> dict[str, torch.Tensor]:
-    return outputs_of(case, model(make_kjt(make_batch(case, step, rank))))
+    return outputs_of(case, model(make_kjt(make_batch(case, step, rank), case)))
 
 
 def same_rows(one: dict[str, dict[int, torch.Tensor]], other: dict[str, dict[int, torch.Tensor]]) -> bool:
@@ -48,24 +49,27 @@ def first_rows(rank: int, world_size: int, case: Case, seed_of_rank_0: int) -> d
     return exported(model)
 
 
-@KINDS
-def test_c05_the_seed_of_rank_0_decides(ranks: RankPool, case: Case) -> None:  # noqa: F811
-    def merged(world_size: int, seed: int, case: Case) -> dict[str, dict[int, torch.Tensor]]:
+def check_seeds(pool: RankPool | GpuRanks, case: Case) -> None:
+    def merged(world_size: int, seed: int) -> dict[str, dict[int, torch.Tensor]]:
         rows: dict[str, dict[int, torch.Tensor]] = {}
-        for result in ranks.run(world_size, first_rows, case, seed):
+        for result in pool.run(world_size, first_rows, case, seed):
             for name, part in result.items():
                 rows.setdefault(name, {}).update(part)
         return rows
 
-    case = replace(case, batch_sizes=(9,))
-    one, two, other = merged(1, 7, case), merged(2, 7, case), merged(2, 2**63 + 5, case)
+    one, two, other = merged(1, 7), merged(2, 7), merged(2, 2**63 + 5)
     for name, rows in one.items():
         assert rows.keys() <= two[name].keys() and rows
         assert all(torch.equal(row, two[name][i]) for i, row in rows.items())
         assert not any(torch.equal(row, other[name][i]) for i, row in rows.items())
 
 
-def schedule(rank: int, world_size: int, case: Case) -> list[float]:
+@KINDS
+def test_c05_the_seed_of_rank_0_decides(ranks: RankPool, case: Case) -> None:  # noqa: F811
+    check_seeds(ranks, replace(case, batch_sizes=(9,)))
+
+
+def schedule(rank: int, world_size: int, case: Case) -> list[list[float]]:
     model = build(case, world_size)
     scheduler = torch.optim.lr_scheduler.StepLR(model.fused_optimizer, step_size=1, gamma=0.5)
     rates = []
@@ -83,10 +87,14 @@ def schedule(rank: int, world_size: int, case: Case) -> list[float]:
     return rates
 
 
+def check_rates(results: list[list[list[float]]]) -> None:
+    for rates in results:
+        assert rates == [[rate] * len(rates[0]) for rate in (LEARNING_RATE, LEARNING_RATE / 2, LEARNING_RATE / 4, 0.25)]
+
+
 @KINDS
 def test_schedulers_reach_the_tables(ranks: RankPool, case: Case) -> None:  # noqa: F811
-    for rates in ranks.run(2, schedule, case):
-        assert rates == [[rate] * len(rates[0]) for rate in (LEARNING_RATE, LEARNING_RATE / 2, LEARNING_RATE / 4, 0.25)]
+    check_rates(ranks.run(2, schedule, case))
 
 
 def save_and_load(rank: int, world_size: int, case: Case) -> None:
@@ -115,6 +123,27 @@ def save_and_load(rank: int, world_size: int, case: Case) -> None:
 @KINDS
 def test_c09_state_dict_holds_no_rows_and_loses_none(ranks: RankPool, case: Case) -> None:  # noqa: F811
     ranks.run(2, save_and_load, case)
+
+
+def reshard(rank: int, world_size: int, case: Case) -> None:
+    model = build(case, world_size)
+    forward(case, model, 0, rank)
+    before = exported(model)
+    changed = {"s": model.plan.plan["collection"]["s"]}
+    message = r"a collection with dynamic tables \['a', 'b'\] cannot be resharded in this version"
+    with pytest.raises(UnsupportedOptionError, match=message):
+        model.module.collection.update_shards(changed, model._env, model.device)
+    if case.pooled:
+        # TorchRec knows how to move the tables of bags only.
+        with pytest.raises(UnsupportedOptionError, match=message):
+            model.reshard({"collection": (0.0, changed)}, "collection")
+    assert same_rows(before, exported(model))
+    forward(case, model, 0, rank)
+
+
+@KINDS
+def test_c27_resharding_is_refused(ranks: RankPool, case: Case) -> None:  # noqa: F811
+    ranks.run(2, reshard, case)
 
 
 def evaluate(rank: int, world_size: int, case: Case) -> None:
@@ -159,7 +188,7 @@ def shard(rank: int, world_size: int, change: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=UserWarning, message=".*dynamic tables.*")
         sharded = sharder.shard(collection, plan, env, torch.device("cpu"))
-    outputs = outputs_of(EC, sharded(make_kjt(make_batch(EC, 0, rank))))
+    outputs = outputs_of(EC, sharded(make_kjt(make_batch(EC, 0, rank), EC)))
     assert bool((outputs["g0"] == 3.0).all())
     assert bool((outputs["f0"].abs() < 0.05).all())
 
@@ -245,15 +274,15 @@ def test_c28_variable_batches_of_bags_are_refused(ranks: RankPool, pooling: str)
     ranks.run(2, vary_batch, pooling)
 
 
-def ignore_weights(rank: int, world_size: int) -> None:
-    for case in (EC, EBC):
+def ignore_weights(rank: int, world_size: int, device: str) -> None:
+    for case in (replace(EC, device=device), replace(EBC, device=device)):
         plain = forward(case, build(case, world_size), 0, rank)
         weighted = {**make_batch(case, 0, rank)}
         weighted["weights"] = torch.full((weighted["values"].numel(),), 5.0)
-        outputs = outputs_of(case, build(case, world_size)(make_kjt(weighted)))
+        outputs = outputs_of(case, build(case, world_size)(make_kjt(weighted, case)))
         dynamic = [name for name in plain if name.startswith("f")]
         assert all(torch.equal(plain[name], outputs[name]) for name in dynamic)
 
 
 def test_weights_of_unweighted_collections_are_ignored(ranks: RankPool) -> None:  # noqa: F811
-    ranks.run(2, ignore_weights)
+    ranks.run(2, ignore_weights, "cpu")

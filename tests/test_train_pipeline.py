@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import RankPool, ranks  # noqa: F401
+from tests.ranks import GpuRanks, RankPool, ranks  # noqa: F401
 from tests.sharded_model import dynamic_modules
 
 pytestmark = pytest.mark.distributed
@@ -45,7 +45,7 @@ class SequencesAndBags(nn.Module):
         return loss, loss.detach()
 
 
-def shard_model(world_size: int) -> Any:
+def shard_model(world_size: int, device: torch.device) -> Any:
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
 
@@ -68,12 +68,12 @@ def shard_model(world_size: int) -> Any:
         DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=True),
         DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
     ]
-    topology = Topology(world_size=world_size, compute_device="cpu")
+    topology = Topology(world_size=world_size, compute_device=device.type)
     plan = DynamicEmbeddingShardingPlanner(configs, topology, constraints=constraints).collective_plan(model, sharders)
-    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 
 
-def make_batches(rank: int) -> list[Any]:
+def make_batches(rank: int, device: torch.device) -> list[Any]:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     generator = torch.Generator().manual_seed(rank)
@@ -83,9 +83,8 @@ def make_batches(rank: int) -> list[Any]:
         batch_size = 0 if rank and step == 2 else 4
         lengths = torch.randint(0, 4, (4 * batch_size,), generator=generator)
         ids = torch.randint(-5, 5, (int(lengths.sum()),), generator=generator)
-        batches.append(
-            KeyedJaggedTensor(keys=["f_d", "f_c", "f_b", "f_a"], values=ids, lengths=lengths, stride=batch_size)
-        )
+        batch = KeyedJaggedTensor(keys=["f_d", "f_c", "f_b", "f_a"], values=ids, lengths=lengths, stride=batch_size)
+        batches.append(batch.to(device))
     return batches
 
 
@@ -103,20 +102,30 @@ def contents(model: Any) -> dict[str, dict[int, tuple[int, list[float]]]]:
     return out
 
 
-def train(rank: int, world_size: int, pipelined: bool) -> tuple[list[float], dict[str, Any]]:
+def train(rank: int, world_size: int, pipelined: bool, kind: str) -> tuple[list[float], dict[str, Any]]:
+    # Without it the gradients of repeated ids are added in any order on a GPU.
+    torch.use_deterministic_algorithms(kind == "cuda", warn_only=True)
+    try:
+        return train_on(world_size, rank, pipelined, kind)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def train_on(world_size: int, rank: int, pipelined: bool, kind: str) -> tuple[list[float], dict[str, Any]]:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    model = shard_model(world_size)
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    model = shard_model(world_size, device)
     optimizer = torch.optim.SGD([parameter for _, parameter in model.named_parameters()], lr=0.1)
     losses = []
     if pipelined:
-        pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
-        batches = iter(make_batches(rank))
+        pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+        batches = iter(make_batches(rank, torch.device("cpu")))
         losses = [float(pipeline.progress(batches)) for _ in range(NUM_BATCHES)]
         with pytest.raises(StopIteration):
             pipeline.progress(batches)
     else:
-        for batch in make_batches(rank):
+        for batch in make_batches(rank, device):
             optimizer.zero_grad()
             loss, _ = model(batch)
             loss.backward()
@@ -125,8 +134,49 @@ def train(rank: int, world_size: int, pipelined: bool) -> tuple[list[float], dic
     return losses, contents(model)
 
 
+def check(pool: RankPool | GpuRanks, world_size: int, kind: str) -> None:
+    plain = pool.run(world_size, train, False, kind)
+    assert pool.run(world_size, train, True, kind) == plain
+    assert len(plain[0][0]) == NUM_BATCHES and all(rows for _, tables in plain for rows in tables.values())
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_c10_c14_a_pipeline_changes_nothing(ranks: RankPool, world_size: int) -> None:  # noqa: F811
-    plain = ranks.run(world_size, train, False)
-    assert ranks.run(world_size, train, True) == plain
-    assert len(plain[0][0]) == NUM_BATCHES and all(rows for _, tables in plain for rows in tables.values())
+    check(ranks, world_size, "cpu")
+
+
+def break_a_batch(rank: int, world_size: int, kind: str) -> tuple[int, str]:
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    model = shard_model(world_size, device)
+    optimizer = torch.optim.SGD([parameter for _, parameter in model.named_parameters()], lr=0.1)
+    pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    batches = make_batches(rank, torch.device("cpu"))
+    if rank == 1:
+        third = batches[3]
+        batches[3] = KeyedJaggedTensor(third.keys(), third.values().float(), lengths=third.lengths())
+    remaining, steps = iter(batches), 0
+    try:
+        while True:
+            pipeline.progress(remaining)
+            steps += 1
+    except (TypeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    # The group is usable.
+    sum_of_ranks = torch.ones(1, device=device)
+    torch.distributed.all_reduce(sum_of_ranks)
+    assert int(sum_of_ranks) == world_size
+    return steps, message
+
+
+def check_refusal(pool: RankPool | GpuRanks, kind: str) -> None:
+    (steps, first), (same_steps, second) = pool.run(2, break_a_batch, kind)
+    assert steps == same_steps < NUM_BATCHES - 1
+    assert first == "ValueError: features: the batch of another rank is malformed; its own error says how"
+    assert second.startswith("TypeError: features: ids must be int64")
+
+
+def test_c04_a_bad_batch_on_one_rank_raises_on_all(ranks: RankPool) -> None:  # noqa: F811
+    check_refusal(ranks, "cpu")

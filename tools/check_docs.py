@@ -1,8 +1,9 @@
 """Check README.md and docs/: links lead somewhere, Python examples run.
 
 A link inside the repository must name a file that exists and, after `#`, a heading of that file. Every ```python block
-is run, the blocks of one page in one process and in order, as process 0 of a world of one. A block that cannot run
-there stands after a line `<!-- not run: reason -->`; it must still be valid Python.
+is run, the blocks of one page in one process and in order, as process 0 of a world of one, without GPUs, so that all
+machines check the same. A block that cannot run there stands after a line `<!-- not run: reason -->`; it must still be
+valid Python.
 """
 
 import os
@@ -63,6 +64,7 @@ def run_examples(page: Path) -> bool:
         return True
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     env = {**os.environ, **world, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    env["CUDA_VISIBLE_DEVICES"] = ""
     runner = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
     run = subprocess.run([sys.executable, "-c", runner, str(page)], input=source, text=True, cwd=ROOT, env=env)
     return run.returncode == 0

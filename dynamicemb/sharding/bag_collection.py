@@ -9,11 +9,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, bag_sizes, divide_by_bag_sizes
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.constraints import is_dynamic
+from dynamicemb.sharding.empty_batch import bags_without_padding
 from dynamicemb.sharding.pooled_output import RwPooledSharding
+from dynamicemb.sharding.refused_batch import Refusal
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
 
@@ -27,6 +30,10 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_built = True
+        self._refusal = Refusal()
+        for sharding in self._embedding_shardings:
+            if isinstance(sharding, DynamicRwPooledSharding):
+                sharding.refusal = self._refusal
         self._leave_static_mean_to_torchrec()
         # Output name -> feature, of dynamic tables with MEAN pooling.
         self._averaged = {
@@ -94,31 +101,44 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         """Make the context of one batch."""
         return DynamicBagContext()
 
-    def input_dist(self, ctx: DynamicBagContext, features: Any) -> Any:
-        """Start the exchange of ids; see TorchRec's method."""
-        features = self.checked(features, bool(self._is_weighted))
+    def check_batch(self, features: Any) -> KeyedJaggedTensor:
+        """Return a batch as a KeyedJaggedTensor.
+
+        Raises:
+            TypeError: ids of a wrong dtype.
+            ValueError: the batch is malformed, or has another number of samples for some features.
+        """
+        batch = super().check_batch(features)
+        if batch.variable_stride_per_key() and self._has_dynamic_tables:
+            raise ValueError(
+                "batches of variable size per feature are not supported for an EmbeddingBagCollection with dynamic "
+                "tables; give all features the same batch size"
+            )
+        return batch
+
+    def padded(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return a batch that TorchRec can handle in the place of one without samples."""
+        # Only static tables get this far with a variable batch size, and padding would make it a fixed one.
+        return batch if batch.variable_stride_per_key() else super().padded(batch)
+
+    def prepare(self, ctx: DynamicBagContext, features: KeyedJaggedTensor) -> None:
+        """Note the sizes of bags that will be averaged."""
         if self._averaged:
-            if features.variable_stride_per_key():
-                raise ValueError(
-                    "batches of variable size per feature are not supported for dynamic tables with MEAN pooling; "
-                    "give all features the same batch size"
-                )
             ctx.bag_sizes = bag_sizes(features, list(self._averaged.values()))
-        # TorchRec compares the first batch with num_embeddings, which does not bound the ids of a dynamic table.
-        with self._only_static_configs():
-            return super().input_dist(ctx, features)
 
     def output_dist(self, ctx: DynamicBagContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
-        return self._averaging(ctx, super().output_dist(ctx, output))
+        return self._finished(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: DynamicBagContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
-        return self._averaging(ctx, super().compute_and_output_dist(ctx, input))
+        return self._finished(ctx, super().compute_and_output_dist(ctx, input))
 
-    def _averaging(self, ctx: DynamicBagContext, awaitable: Any) -> Any:
+    def _finished(self, ctx: DynamicBagContext, awaitable: Any) -> Any:
         if ctx.bag_sizes is not None:
             awaitable.callbacks.append(partial(divide_by_bag_sizes, names=list(self._averaged), sizes=ctx.bag_sizes))
+        if ctx.is_padded:
+            awaitable.callbacks.append(bags_without_padding)
         return awaitable
 
 

@@ -1,9 +1,8 @@
-"""Check a batch before it is exchanged, so that a bad one on one rank raises on all instead of leaving them waiting."""
+"""Check a batch before it is exchanged."""
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.torchrec_compat import as_kjt
@@ -11,38 +10,21 @@ from dynamicemb.sharding.torchrec_compat import as_kjt
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-def checked_features(
-    features: Any, names: list[str], weighted: bool, device: torch.device, group: dist.ProcessGroup | None
-) -> KeyedJaggedTensor:
-    """Return the batch as a KeyedJaggedTensor; a collective on `group`.
+def checked_features(features: Any, names: list[str], weighted: bool, device: torch.device) -> KeyedJaggedTensor:
+    """Return a batch as a KeyedJaggedTensor.
 
     Args:
         features: what the user passed.
         names: features that the collection reads.
         weighted: whether it needs pooling weights.
         device: where the tables are.
-        group: ranks that agree on the outcome, so that a bad batch raises on all; None raises on its rank only. The
-            same on all ranks: what one rank's batch is must not decide whether it takes part.
 
     Raises:
         TypeError: ids of a wrong dtype.
-        ValueError: a feature or the weights are missing, lengths do not fit, or another rank's batch is bad.
+        ValueError: a feature or the weights are missing, or lengths do not fit.
     """
-    error: Exception | None = None
-    kjt: KeyedJaggedTensor | None = None
-    try:
-        kjt = as_kjt(features)
-        _check(kjt, names, weighted, device)
-    except Exception as caught:
-        error = caught
-    if group is not None and dist.get_world_size(group) > 1:
-        failed = torch.tensor([int(error is not None)], device="cpu")
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        if failed.item() and error is None:
-            error = ValueError("features: the batch of another rank is malformed; its own error says how")
-    if error is not None:
-        raise error
-    assert kjt is not None
+    kjt = as_kjt(features)
+    _check(kjt, names, weighted, device)
     return kjt
 
 
@@ -55,7 +37,7 @@ def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool, device: tor
     ids = kjt.values()
     if ids.dtype not in _ID_DTYPES:
         raise TypeError(f"features: ids must be int64, int32 or uint64, got {ids.dtype}; convert with values.long()")
-    if ids.device.type != device.type:
+    if ids.device != device:
         raise ValueError(f"features: ids are on {ids.device}, the tables on {device}; move the batch with .to(device)")
     if weighted and kjt.weights_or_none() is None:
         raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")

@@ -14,9 +14,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
-from dynamicemb.sharding.dedup import deduplicate
-from dynamicemb.sharding.empty_batch import pad_empty_batch, without_padding
+from dynamicemb.sharding.dedup import Deduplication
+from dynamicemb.sharding.empty_batch import sequences_without_padding
 from dynamicemb.sharding.kernels import needs_counts
+from dynamicemb.sharding.refused_batch import Refusal
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
     DynamicRwSequenceSharding,
@@ -51,8 +52,10 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         super().__init__(*args, **kwargs)
         self._is_built = True
         options = [self.module_sharding_plan[name].dynamicemb_options for name in self.dynamic_table_names()]
+        self._refusal = Refusal()
         for sharding in self._sharding_type_to_sharding.values():
             if isinstance(sharding, DynamicRwSequenceSharding):
+                sharding.refusal = self._refusal
                 sharding.carries_counts = self._use_index_dedup and needs_counts(options)
         if self._use_index_dedup and self._enable_feature_score_weight_accumulation:
             raise ValueError(
@@ -85,13 +88,6 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         """Make the context of one batch."""
         return DynamicCollectionContext(sharding_contexts=[])
 
-    def input_dist(self, ctx: DynamicCollectionContext, features: Any) -> Any:
-        """Start the exchange of ids; see TorchRec's method."""
-        features = self.checked(features)
-        padded = pad_empty_batch(features)
-        ctx.is_padded = padded is not features
-        return super().input_dist(ctx, padded)
-
     def output_dist(self, ctx: DynamicCollectionContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
         return _unpadded(ctx, super().output_dist(ctx, output))
@@ -101,16 +97,23 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         return _unpadded(ctx, super().compute_and_output_dist(ctx, input))
 
     def _create_hash_size_info(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: our deduplication needs no table sizes."""
+        """Prepare the deduplication, where TorchRec prepares its own; ours needs no table sizes."""
+        device = self._device or torch.device("cpu")
+        self._deduplications = [
+            Deduplication(
+                [table.num_features() for table in sharding.embedding_tables()],
+                getattr(sharding, "carries_counts", False),
+                device,
+            )
+            for sharding in self._sharding_type_to_sharding.values()
+        ]
 
     def _dedup_indices(
         self, ctx: EmbeddingCollectionContext, input_feature_splits: list[KeyedJaggedTensor]
     ) -> list[KeyedJaggedTensor]:
         deduplicated = []
-        for sharding, features in zip(self._sharding_type_to_sharding.values(), input_feature_splits, strict=True):
-            features_per_table = [table.num_features() for table in sharding.embedding_tables()]
-            with_counts = getattr(sharding, "carries_counts", False)
-            unique, reverse = deduplicate(features, features_per_table, with_counts)
+        for deduplicate, features in zip(self._deduplications, input_feature_splits, strict=True):
+            unique, reverse = deduplicate(features)
             ctx.input_features.append(features)
             ctx.reverse_indices.append(reverse)
             deduplicated.append(unique)
@@ -119,7 +122,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
 def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
     if ctx.is_padded:
-        awaitable.callbacks.append(without_padding)
+        awaitable.callbacks.append(sequences_without_padding)
     return awaitable
 
 

@@ -1,7 +1,11 @@
-"""A rank without samples: TorchRec's sequence collections reshape by the batch size, which must not be 0."""
+"""A rank without samples: TorchRec and FBGEMM cannot do without.
+
+TorchRec's sequence collections reshape by the batch size, and FBGEMM's bucketize of static row-wise tables fails on
+GPUs for a batch of no samples. So such a rank sends one sample without ids, and drops its result.
+"""
 
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 def pad_empty_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -22,7 +26,7 @@ def pad_empty_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-def without_padding(outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+def sequences_without_padding(outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
     """Return the outputs of a padded batch with no samples again; values keep their place in autograd."""
     return {
         name: JaggedTensor(
@@ -32,3 +36,10 @@ def without_padding(outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]
         )
         for name, jagged in outputs.items()
     }
+
+
+def bags_without_padding(pooled: KeyedTensor) -> KeyedTensor:
+    """Return the outputs of a padded batch ``[1, total_D]`` with no samples again, ``[0, total_D]``."""
+    return KeyedTensor(
+        keys=pooled.keys(), length_per_key=pooled.length_per_key(), values=pooled.values()[:0], key_dim=1
+    )

@@ -83,8 +83,6 @@ def _constraint(
     if name in dynamic:
         return DynamicEmbParameterConstraints(
             sharding_types=[ShardingType.ROW_WISE.value],
-            bounds_check_mode=BoundsCheckMode.NONE,
-            enforce_hbm=True,
             use_dynamicemb=True,
             dynamicemb_options=dynamic[name],
         )

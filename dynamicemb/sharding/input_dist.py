@@ -1,5 +1,6 @@
 """Send every id to the rank that owns it."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.bucketize import bucketize
+from dynamicemb.sharding.refused_batch import Refusal, sent_batch_type
 from dynamicemb.sharding.torchrec_compat import replace_values
 from dynamicemb.table.ownership import CONTINUOUS, as_int64, owner_of
 
@@ -36,6 +38,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         is_sequence: rows travel back per occurrence, so the order must be remembered.
         keep_weights: whether the batch's weights travel along. Equal on all ranks, also on those with an empty batch:
             the exchange would wait for ever otherwise.
+        refusal: says whether the batch is refused, see `dynamicemb.sharding.refused_batch`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
         keep_weights: bool,
+        refusal: Refusal,
     ) -> None:
         # TorchRec's block sizes have no meaning here; its code beyond `forward` only needs one per feature.
         super().__init__(
@@ -55,7 +59,10 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
             is_sequence=is_sequence,
         )
         self.routes = routes
+        # Neighbours on the same route are asked for together.
+        self._runs = [(route, len(list(run))) for route, run in itertools.groupby(routes)]
         self.keep_weights = keep_weights
+        self.refusal = refusal
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Start the exchange.
@@ -76,16 +83,17 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
             weights = weights[order] if weights is not None else None
             if self._is_sequence:
                 self.unbucketize_permute_tensor = position
-        return self._dist(replace_values(sparse_features, ids, lengths, weights, self._world_size))
+        kind = sent_batch_type(self.refusal, self._world_size)
+        return self._dist(replace_values(sparse_features, ids, lengths, weights, self._world_size, kind))
 
     def _owners(self, ids: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return the owner of every id, i64 ``[N]``."""
-        if len(set(self.routes)) == 1:
-            return owner_of(ids, self._world_size, self.routes[0].dist_type, self.routes[0].num_embeddings)
-        parts = torch.split(ids, features.length_per_key())
-        return torch.cat(
-            [
-                owner_of(part, self._world_size, route.dist_type, route.num_embeddings)
-                for part, route in zip(parts, self.routes, strict=True)
-            ]
-        )
+        if len(self._runs) == 1:
+            return self._owners_on(ids, self.routes[0])
+        per_key = iter(features.length_per_key())
+        sizes = [sum(itertools.islice(per_key, number)) for _, number in self._runs]
+        parts = zip(torch.split(ids, sizes), self._runs, strict=True)
+        return torch.cat([self._owners_on(part, route) for part, (route, _) in parts])
+
+    def _owners_on(self, ids: torch.Tensor, route: Route) -> torch.Tensor:
+        return owner_of(ids, self._world_size, route.dist_type, route.num_embeddings)

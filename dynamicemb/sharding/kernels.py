@@ -161,15 +161,7 @@ class BatchedDynamicEmbeddingBag(DynamicKernel):
 
         Returns:
             ``[B, total_D]``.
-
-        Raises:
-            ValueError: the batch size differs between features.
         """
-        if features.variable_stride_per_key():
-            raise ValueError(
-                "batches of variable size per feature are not supported for dynamic tables of an "
-                "EmbeddingBagCollection; give all features the same batch size"
-            )
         self._optim.push_learning_rate()
         return self._emb_module(features.values(), features.offsets(), features.weights_or_none())
 

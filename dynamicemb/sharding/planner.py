@@ -51,7 +51,8 @@ class DynamicEmbeddingShardingPlanner:
 
     Args:
         eb_configs: embedding configs of all tables of the model.
-        topology: devices and their memory; default: this process group, with TorchRec's default sizes.
+        topology: devices and their memory; default: this process group, on GPUs if there are any, each with the
+            memory of the present one, and otherwise TorchRec's default sizes.
         batch_size: bags per feature and rank in a step.
         enumerator: default: a `DynamicEmbeddingEnumerator`; another kind sizes dynamic tables as dense ones (warning).
         storage_reservation: as in TorchRec.
@@ -264,6 +265,9 @@ def _check_constraint(name: str, constraint: DynamicEmbParameterConstraints) -> 
         "min_partition": constraint.min_partition,
         "cache_params": constraint.cache_params,
         "key_value_params": constraint.key_value_params,
+        # Rows are not cached, and every id is legal.
+        "enforce_hbm": constraint.enforce_hbm or None,
+        "bounds_check_mode": constraint.bounds_check_mode,
     }
     given = [f"{key}={value}" for key, value in idle.items() if value is not None]
     if given:
@@ -290,5 +294,8 @@ def _warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: Dy
 
 def _default_topology() -> Topology:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return make_topology(world_size=world_size, local_world_size=get_local_size(world_size), compute_device=device)
+    sizes = {"world_size": world_size, "local_world_size": get_local_size(world_size)}
+    if not torch.cuda.is_available():
+        return make_topology(compute_device="cpu", **sizes)
+    hbm_cap = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return make_topology(compute_device="cuda", hbm_cap=hbm_cap, **sizes)

@@ -16,6 +16,7 @@ from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, Dynamic
 from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
 from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
 from dynamicemb.sharding.pooled_output import RwPooledSharding
+from dynamicemb.sharding.refused_batch import Refusal
 
 # Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.
 DYNAMIC_ROW_WISE = "dynamic_row_wise"
@@ -50,14 +51,15 @@ class DynamicPooledLookup(GroupedPooledEmbeddingsLookup):
 class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
     """Row-wise sharding of sequence tables."""
 
-    # Whether weights carry counts; the collection sets it before the input dist is made.
+    # Whether weights carry counts, and why a batch is refused; the collection sets both before the input dist is made.
     carries_counts = False
+    refusal: Refusal
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         device = device or self._device
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device, is_sequence=True, keep_weights=self.carries_counts
+            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, refusal=self.refusal
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
@@ -70,11 +72,14 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
 class DynamicRwPooledSharding(RwPooledSharding):
     """Row-wise sharding of pooled tables."""
 
+    # Why a batch is refused; the collection sets it before the input dist is made.
+    refusal: Refusal
+
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         weighted = any(config.is_weighted for config in self._grouped_embedding_configs)
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device or self._device, is_sequence=False, keep_weights=weighted
+            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, refusal=self.refusal
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:

@@ -23,8 +23,9 @@ from dynamicemb.table.ownership import check_routing
 
 # A compound strategy has a second score column.
 SCORE_BYTES = 8
-# What a step keeps per occurrence: id, row, list link, grouping order and key.
-SCRATCH_BYTES_PER_OCCURRENCE = 8 + 4 + 4 + 8 + 4
+# What a step takes per occurrence beside inputs, outputs and gradients: on the CPU id, row, list link, grouping order
+# and key; on a GPU 64 at the peak of a sequence step (measured), and a reserve for pooling and sums of hot rows.
+SCRATCH_BYTES_PER_OCCURRENCE = {"cpu": 8 + 4 + 4 + 8 + 4, "cuda": 80}
 MAX_GROUP_SLOTS = 2**31 - 1
 
 
@@ -137,7 +138,7 @@ def table_memory(
         options: as `table_options_on_rank` returns them.
         optimizer: EmbOptimType.
         occurrences: expected occurrences of the table's ids per step that reach a rank.
-        device_type: "cpu" or "cuda"; on the CPU all memory is host memory.
+        device_type: "cpu" or "cuda"; all memory of a table is that of its device, until rows can be in host memory.
     """
     slots, dim, dtype = options.max_capacity, options.dim, options.embedding_dtype
     assert slots is not None and dim is not None and dtype is not None
@@ -147,8 +148,7 @@ def table_memory(
     rows = slots * row_bytes(dtype, dim, num_state) - state
     index = slots * (INDEX_BYTES_PER_SLOT - SCORE_BYTES)
     scores = slots * SCORE_BYTES * num_scores
-    scratch = int(occurrences * SCRATCH_BYTES_PER_OCCURRENCE)
+    scratch = int(occurrences * SCRATCH_BYTES_PER_OCCURRENCE[device_type])
     total = index + scores + rows + state + scratch
-    rows_in_hbm = min(rows + state, options.local_hbm_for_values)
-    hbm = 0 if device_type == "cpu" else index + scores + scratch + rows_in_hbm
+    hbm = 0 if device_type == "cpu" else total
     return TableMemory(name, slots, index, scores, rows, state, scratch, hbm, total - hbm)

@@ -34,8 +34,13 @@ def as_kjt(features: Any) -> KeyedJaggedTensor:
     """Return a TorchRec input, which may be a TensorDict of jagged tensors, as a KeyedJaggedTensor.
 
     uint64 ids become the int64 with the same bits: FBGEMM's permutations know no uint64.
+
+    Raises:
+        TypeError: it is neither.
     """
     kjt = features if isinstance(features, KeyedJaggedTensor) else maybe_td_to_kjt(features, None)
+    if not isinstance(kjt, KeyedJaggedTensor):
+        raise TypeError(f"features must be a KeyedJaggedTensor or a TensorDict, got {type(features).__name__}")
     if kjt.values().dtype != torch.uint64:
         return kjt
     variable = kjt.variable_stride_per_key()
@@ -58,7 +63,12 @@ def module_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
 
 
 def replace_values(
-    kjt: KeyedJaggedTensor, values: Any, lengths: Any, weights: Any = None, num_copies: int = 1
+    kjt: KeyedJaggedTensor,
+    values: Any,
+    lengths: Any,
+    weights: Any = None,
+    num_copies: int = 1,
+    kind: type[KeyedJaggedTensor] = KeyedJaggedTensor,
 ) -> KeyedJaggedTensor:
     """Return a KeyedJaggedTensor with other contents and the strides of `kjt`.
 
@@ -68,9 +78,10 @@ def replace_values(
         lengths: occurrences per bag, ``[num_copies * K]`` for the K bags of `kjt`.
         weights: one value per occurrence, or None.
         num_copies: how often the keys repeat (once per destination rank).
+        kind: class of the result.
     """
     variable = kjt.variable_stride_per_key()
-    return KeyedJaggedTensor(
+    return kind(
         keys=kjt.keys() * num_copies,
         values=values,
         weights=weights,
@@ -83,6 +94,15 @@ def replace_values(
 def make_topology(**arguments: Any) -> Topology:
     """Build a planner topology. Newer releases log a warning that their factory was not used; it needs a trainer."""
     return Topology(**arguments)
+
+
+def forget_first_batch(collection: Any) -> None:
+    """Make a sharded collection take the order of features from its next batch, as if it had seen none."""
+    collection._has_uninitialized_input_dist = True
+    for made_from_it in (collection._input_dists, collection._features_order, collection._feature_splits):
+        made_from_it.clear()
+    if hasattr(collection, "_has_features_permute"):
+        collection._has_features_permute = True
 
 
 def remember_search_space(enumerator: Any, options: list[ShardingOption]) -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.construct import check_device
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.sharding.check_features import checked_features
 from dynamicemb.sharding.constraints import is_dynamic
+from dynamicemb.sharding.empty_batch import pad_empty_batch
 from dynamicemb.sharding.kernels import DynamicKernel
+from dynamicemb.sharding.refused_batch import Refusal, empty_batch
+from dynamicemb.sharding.torchrec_compat import forget_first_batch
 
 
 class WithDynamicTables:
@@ -28,6 +33,10 @@ class WithDynamicTables:
     PREFIX: str
     _device: torch.device | None
     _env: ShardingEnv
+    _has_uninitialized_input_dist: bool
+    # Sequences have no pooling weights.
+    _is_weighted: bool = False
+    _refusal: Refusal
     _lookups: list[Any]
     module_sharding_plan: dict[str, Any]
 
@@ -45,13 +54,83 @@ class WithDynamicTables:
         """Return the names of the dynamic tables."""
         return [name for name, plan in self.module_sharding_plan.items() if is_dynamic(plan)]
 
-    def checked(self, features: Any, weighted: bool = False) -> KeyedJaggedTensor:
-        """Return a batch that was checked on all ranks."""
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Start the exchange of ids; see TorchRec's method.
+
+        A malformed batch raises on all ranks, once the exchange is awaited; alone at once.
+        """
+        batch, error = self._checked(features)
+        padded = self.padded(batch)
+        ctx.is_padded = padded is not batch
+        self.prepare(ctx, padded)
+        is_first = self._has_uninitialized_input_dist
+        self._refusal.error = error
+        try:
+            # TorchRec compares the first batch with num_embeddings, which does not bound the ids of a dynamic table.
+            with self._only_static_configs():
+                return super().input_dist(ctx, padded)  # type: ignore[misc]
+        finally:
+            self._refusal.error = None
+            if error is not None and is_first:
+                forget_first_batch(self)
+
+    def padded(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return a batch that TorchRec can handle in the place of one without samples."""
+        return pad_empty_batch(batch)
+
+    def prepare(self, ctx: Any, features: KeyedJaggedTensor) -> None:
+        """Take from a batch what its results will need."""
+
+    def check_batch(self, features: Any) -> KeyedJaggedTensor:
+        """Return a batch as a KeyedJaggedTensor.
+
+        Raises:
+            TypeError: ids of a wrong dtype.
+            ValueError: the batch is malformed.
+        """
+        return checked_features(features, self._feature_names(), bool(self._is_weighted), self._tables_device)
+
+    def _checked(self, features: Any) -> tuple[KeyedJaggedTensor, Exception | None]:
+        """Return the batch to send, and why it stands for a malformed one if it does."""
+        try:
+            batch = self.check_batch(features)
+        except Exception as error:
+            # Only input dists of dynamic tables tell the other ranks.
+            if self._env.world_size == 1 or not self._has_dynamic_tables:
+                raise
+            keys = self.__dict__.get("_keys_of_batches") or self._feature_names()
+            return empty_batch(keys, bool(self._is_weighted), self._tables_device), error
+        self.__dict__["_keys_of_batches"] = batch.keys()
+        return batch, None
+
+    def _feature_names(self) -> list[str]:
+        # Tables may share a feature.
         names = [name for config in getattr(self, self.CONFIGS) for name in config.feature_names]
-        # On a GPU the agreement would wait for the device in every step.
-        device = check_device(self._device)
-        agreeing = self._env.process_group if device.type == "cpu" else None
-        return checked_features(features, names, weighted, device, agreeing)
+        return list(dict.fromkeys(names))
+
+    @cached_property
+    def _has_dynamic_tables(self) -> bool:
+        return bool(self.dynamic_table_names())
+
+    @cached_property
+    def _tables_device(self) -> torch.device:
+        return check_device(self._device)
+
+    def update_shards(self, changed_sharding_params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Move tables to other ranks; see TorchRec's method.
+
+        Raises:
+            UnsupportedOptionError: the collection has dynamic tables: TorchRec builds all of its tables anew, and would
+                carry over dense weights only.
+        """
+        dynamic = self.dynamic_table_names()
+        if dynamic:
+            raise UnsupportedOptionError(
+                f"a collection with dynamic tables {dynamic} cannot be resharded in this version, nor can the static "
+                "tables beside them; shard a new model with the new plan, or move the static tables to a collection of "
+                "their own"
+            )
+        super().update_shards(changed_sharding_params, *args, **kwargs)  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         """Initialise static tables; rows of dynamic ones are initialised when their id comes."""
