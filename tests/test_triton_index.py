@@ -70,6 +70,26 @@ def test_c16_in_batch_order_every_byte_is_the_cpus_on_many_shapes(case: tuple) -
     run_in_order("cuda", case, 12)
 
 
+@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_LFU])
+@pytest.mark.parametrize("tile", [16, 1024])
+def test_c16_full_buckets_equal_the_cpus_whole_or_by_tiles(
+    backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch, strategy: int, tile: int
+) -> None:
+    """Buckets of more than a thousand slots are looked at tile by tile, smaller ones as a whole."""
+    monkeypatch.setattr(sys.modules["dynamicemb.table.triton.insert"], "_TILE", tile)
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [48], 48, strategy)
+    for step in range(6):
+        twins.advance()
+        # Scores tie within a step, or all of them for LFU.
+        ids = torch.arange(20 * step, 20 * step + 20) * 7919
+        for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
+            side.lookup(ids, torch.tensor([0, 20]), None, **options)
+            if step % 2:
+                side.call("erase", ids[:4], torch.tensor([0, 4]))
+        twins.assert_equal()
+    assert twins.cpu.index.counters[0, EVICTED] >= 40
+
+
 def run_in_order(backend: str, case: tuple, steps: int) -> None:
     strategy, tables, bucket_capacity, buckets = case
     on_gpu = backend == "cuda"

@@ -1,12 +1,18 @@
-"""Triton's gather, pool and transfer against their CPU twins."""
+"""Triton's gather, pool, lookups that read, and transfer against their CPU twins."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dynamicemb.table import cpu
+from dynamicemb.table.index import Index
+from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowFormat, RowStore
+from dynamicemb.table.scores import SCORE_STEP
+from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 from tests.conftest import HAS_CUDA
 from tests.row_cases import state_of, weights_of
 
@@ -204,6 +210,87 @@ def test_pool_docstring_example(kernels, device):
         )
         out = kernels.pool(own, rows, offsets, layout, None, torch.zeros(1, device=device), torch.float32)
         torch.testing.assert_close(out.cpu(), torch.tensor([first, [0.0, 0.0], [10.0, 20.0]]))
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_c02_pool_takes_long_bags_and_many(kernels, device, missing, weighted):
+    """More rows than are looked at side by side, more bags than a program takes."""
+    store = make_store([16, 16], torch.float32, [0, 0])
+    lookup = make_lookup(store, [1, 1], 10, POOLING_SUM, longest=90, weighted=weighted, missing=missing)
+    here = to_device(lookup, device)
+    missing_values = torch.tensor([0.25, -1.0])
+    expected = cpu.pool(
+        store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing_values, torch.float32
+    )
+    out = kernels.pool(
+        copy_store(store, device),
+        here.rows,
+        here.offsets,
+        here.layout,
+        here.per_sample_weights,
+        missing_values.to(device),
+        torch.float32,
+    )
+    # Sums of up to 90 values of size 1.
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=5e-5)
+
+
+def make_tables(dims: list[int], dtype: torch.dtype, bucket_capacity: int = 32) -> tuple[Index, RowStore]:
+    """Make CPU tables of random weights, two thirds full of ids from -40 to 39, with erased slots."""
+    capacity, num_tables = 2 * bucket_capacity, len(dims)
+    store = make_store(dims, dtype, [t % 2 for t in range(num_tables)], capacity)
+    # ``make_store`` adds rows to later tables; those have no slots.
+    index = Index.create([2] * num_tables, bucket_capacity, store.first_rows, False, CPU)
+    mode = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.CONSTANT, value=0.0)
+    initializers = InitializerTable.create([mode] * num_tables, [str(t) for t in range(num_tables)], 0, CPU)
+    ids = torch.cat([torch.randperm(80)[: capacity * 2 // 3] - 40 for _ in dims])
+    ranges = torch.arange(num_tables + 1) * (capacity * 2 // 3)
+    cpu.advance(index, 0, SCORE_STEP)
+    rows, _ = cpu.find_or_insert(index, store, initializers, ids, ranges, None, torch.zeros(num_tables))
+    assert bool((rows >= 0).all())
+    cpu.erase(index, ids[:5], torch.tensor([0] + [5] * num_tables))
+    for t in range(num_tables):
+        weights_of(store, t).copy_(torch.randn(weights_of(store, t).shape))
+    return index, store
+
+
+def copy_index(index: Index, device: torch.device) -> Index:
+    return Index.from_tensors([t.to(device) for t in index.tensors()], index.bucket_capacity, index.accumulate)
+
+
+def asked(index: Index, lookup: Lookup) -> Lookup:
+    """Return the lookup of other ids, a fifth of them missing, with their rows."""
+    ids = torch.randint(-40, 40, (lookup.rows.numel(),))
+    rows = cpu.find(index, ids, lookup.table_ranges, False)
+    assert 0 < int((rows < 0).sum()) < rows.numel()
+    return replace(lookup, ids=ids, rows=rows)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_c11_find_and_gather_equals_find_then_gather(kernels, device, dim, dtype):
+    index, store = make_tables([dim] * 3, dtype)
+    lookup = asked(index, make_lookup(store, [1, 2, 1], BATCH_SIZE + 20, POOLING_NONE))
+    missing_values = torch.tensor([0.0, 0.5, -3.0])
+    mine, own, here = copy_index(index, device), copy_store(store, device), to_device(lookup, device)
+    for output_dtype in DTYPES:
+        expected = cpu.gather(store, lookup.rows, lookup.table_ranges, missing_values, output_dtype)
+        out = kernels.find_and_gather(mine, own, here.ids, here.table_ranges, missing_values.to(device), output_dtype)
+        assert torch.equal(out.cpu(), expected)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(mine.tensors(), index.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("num", [0, 1, 63, 100])
+@pytest.mark.parametrize("bucket_capacity", [16, 48, 128])
+def test_c03_find_and_gather_takes_any_number_and_bucket(kernels, device, num, bucket_capacity):
+    index, store = make_tables([4, 4], torch.float32, bucket_capacity)
+    ids, ranges = torch.randint(-40, 40, (num,)), torch.tensor([0, num // 3, num])
+    missing_values = torch.tensor([3.0, 4.0])
+    expected = cpu.gather(store, cpu.find(index, ids, ranges, False), ranges, missing_values, torch.float32)
+    arguments = [x.to(device) for x in (ids, ranges, missing_values)]
+    out = kernels.find_and_gather(copy_index(index, device), copy_store(store, device), *arguments, torch.float32)
+    assert torch.equal(out.cpu(), expected)
 
 
 @pytest.mark.parametrize("dims", [[dim, dim] for dim in DIMS] + [[5, 64], [1, 257]])

@@ -70,6 +70,14 @@ def read_rows(group: TableGroup, lookup: Lookup, reading: Reading) -> torch.Tens
     )
 
 
+def find_and_read_rows(
+    group: TableGroup, ids: torch.Tensor, table_ranges: torch.Tensor, reading: Reading
+) -> torch.Tensor:
+    """Return what ``read_rows`` returns for ids ``[N]`` without pooling, ``[N, D]``; changes nothing."""
+    missing, dtype = reading.missing_values, reading.dtype
+    return group.kernels.find_and_gather(group.index, group.store, ids, table_ranges, missing, dtype)
+
+
 class LookupFunction(torch.autograd.Function):
     """Connects a lookup to autograd through an anchor that requires a gradient and never gets one."""
 

@@ -19,7 +19,7 @@ from dynamicemb.embedding.construct import (
     weights_dtype,
 )
 from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
-from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep
+from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
@@ -293,13 +293,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             )
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
-        with self._group.lock:
-            opened = self._group.open_batch(batch.offsets, layout, batch.ids.numel())
-            lookup = _lookup(batch, layout, opened, self._group.find(batch.ids, opened.table_ranges))
+        group, weights = self._group, batch.per_sample_weights
+        with group.lock:
+            opened = group.open_batch(batch.offsets, layout, batch.ids.numel())
+            if self.pooling_mode is DynamicEmbPoolingMode.NONE:
+                return find_and_read_rows(group, batch.ids, opened.table_ranges, self._eval_reading)
+            lookup = _lookup(batch, layout, opened, group.find(batch.ids, opened.table_ranges))
+            if weights is None or not (weights.requires_grad and torch.is_grad_enabled()):
+                return read_rows(group, lookup, self._eval_reading)
             # The rows stay as they are, but the pooling weights still want their gradient.
-            return LookupFunction.apply(
-                self._empty_tensor.detach(), batch.per_sample_weights, self._group, lookup, None, self._eval_reading
-            )
+            return LookupFunction.apply(self._empty_tensor.detach(), weights, group, lookup, None, self._eval_reading)
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group

@@ -92,18 +92,3 @@ class FeatureLayout:
     def table_ranges(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return i64 ``[T+1]``: table ``t`` owns the occurrences ``ranges[t]..ranges[t+1]``."""
         return offsets[self.table_features * self.batch_size]
-
-
-@dataclass(frozen=True)
-class Bags:
-    """What pooling needs to know of a batch.
-
-    Attributes:
-        offsets: i64 ``[F*B+1]``.
-        layout: tables and columns of the features; pooling SUM or MEAN.
-        per_sample_weights: f32 ``[N]``, or None for 1.
-    """
-
-    offsets: torch.Tensor
-    layout: FeatureLayout
-    per_sample_weights: torch.Tensor | None = None

@@ -4,7 +4,7 @@ from dynamicemb.table.cpu.advance import advance, rebase
 from dynamicemb.table.cpu.ahead import finish_grouping, start_grouping
 from dynamicemb.table.cpu.erase import erase, rebuild
 from dynamicemb.table.cpu.find import find
-from dynamicemb.table.cpu.find_and_read import find_and_gather, find_and_pool
+from dynamicemb.table.cpu.find_and_gather import find_and_gather
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
 from dynamicemb.table.cpu.gather import gather
 from dynamicemb.table.cpu.initialize import initialize
@@ -20,7 +20,6 @@ __all__ = [
     "erase",
     "find",
     "find_and_gather",
-    "find_and_pool",
     "find_or_insert",
     "finish_grouping",
     "gather",

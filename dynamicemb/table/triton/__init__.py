@@ -4,6 +4,7 @@ from dynamicemb.table.triton.advance import advance, rebase
 from dynamicemb.table.triton.ahead import finish_grouping, start_grouping
 from dynamicemb.table.triton.erase import erase, rebuild
 from dynamicemb.table.triton.find import find
+from dynamicemb.table.triton.find_and_gather import find_and_gather
 from dynamicemb.table.triton.find_or_insert import find_or_insert
 from dynamicemb.table.triton.gather import gather
 from dynamicemb.table.triton.initialize import initialize
@@ -17,6 +18,7 @@ __all__ = [
     "advance",
     "erase",
     "find",
+    "find_and_gather",
     "find_or_insert",
     "finish_grouping",
     "gather",

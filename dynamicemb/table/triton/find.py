@@ -136,6 +136,16 @@ def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: 
 
 
 @triton.jit
+def slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, pending, BUCKET: tl.constexpr):
+    """Return the slot of each id of each table, or -1; lanes that are not pending get -1."""
+    first_bucket = tl.load(bucket_offsets_ptr + table)
+    num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
+    h = mix(ids)
+    base = (first_bucket + bucket_of(h, num_buckets)) * BUCKET
+    return probe(keys_ptr, digests_ptr, base, group_of(h, BUCKET // 16), digest_of(h), ids, pending, BUCKET // 16)
+
+
+@triton.jit
 def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr):
     """Tag the slots that were hit with the step, and give them the score or add the amount to theirs.
 
@@ -189,12 +199,7 @@ def _find_kernel(
     inside = i < num_ids
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
     table = table_of(i, begin, end, table_ranges_ptr, num_tables, TABLES)
-    first_bucket = tl.load(bucket_offsets_ptr + table)
-    num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
-    h = mix(ids)
-    bucket = first_bucket + bucket_of(h, num_buckets)
-    group = group_of(h, BUCKET // 16)
-    slot = probe(keys_ptr, digests_ptr, bucket * BUCKET, group, digest_of(h), ids, inside, BUCKET // 16)
+    slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
     hit = inside & (slot >= 0)
     if SLOTS:
         row = slot.to(tl.int32)

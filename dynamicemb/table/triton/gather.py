@@ -10,7 +10,7 @@ from dynamicemb.table.triton.rows import (
     TRITON_DTYPES,
     find_range,
     float_bits,
-    load_float,
+    load_evicting,
     pointers,
     row_addresses,
     row_shape,
@@ -95,34 +95,58 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, BLOCK_DIM)
     rows = tl.load(rows_ptr + i, mask=i < num_rows, other=-1)
     found = rows >= 0
-    missing = (i < num_rows) & (rows < 0)
-    any_missing = tl.max(missing.to(tl.int32), 0) > 0
     tables = tl.zeros([BLOCK], tl.int32)
     # Tables are looked up only where they matter: rows of several sizes, or a missing id.
-    if (ROW_BYTES == 0) | any_missing:
+    if ROW_BYTES == 0:
         tables = find_range(i, table_ranges_ptr, tables, num_tables)
     addresses = row_addresses(rows, tables, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
-    written = (i < num_rows)[:, None]
+    values = load_rows(addresses, found, DIM, BLOCK_DIM, WEIGHT, OUTPUT, "")
+    # Only now, so that the question does not hold up the rows.
+    missing = (i < num_rows) & (rows < 0)
+    filler = tl.zeros([BLOCK], tl.float32)
+    if tl.max(missing.to(tl.int32), 0) > 0:
+        if ROW_BYTES > 0:
+            tables = find_range(i, table_ranges_ptr, tables, num_tables)
+        filler = tl.load(missing_values_ptr + tables, mask=missing, other=0.0)
+    store_rows(out_ptr, i, i < num_rows, values, found, filler, DIM, BLOCK_DIM, WEIGHT, OUTPUT)
+
+
+@triton.jit
+def load_rows(
+    addresses, found, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, OUTPUT: tl.constexpr,
+    EVICTION: tl.constexpr,
+):  # fmt: skip
+    """Read the weights of rows that were found: fp32, or 16-bit words where the output has the same 16-bit dtype.
+
+    Bits are then moved as they are: widening and rounding would only cost lanes. EVICTION is an ``eviction_policy``.
+    """
+    column = tl.arange(0, BLOCK_DIM)[None, :]
     readable = found[:, None]
     if BLOCK_DIM != DIM:
-        inside = (column < DIM)[None, :]
-        written = written & inside
-        readable = readable & inside
-    filler = tl.zeros([BLOCK], tl.float32)
-    if any_missing:
-        filler = tl.load(missing_values_ptr + tables, mask=missing, other=0.0)
-    place = i[:, None] * DIM + column[None, :]
+        readable = readable & (column < DIM)
     if (WEIGHT == OUTPUT) & (WEIGHT != tl.float32):
-        # Bits are moved as they are: widening and rounding would only cost lanes.
-        words = tl.load(pointers(addresses, tl.uint16)[:, None] + column[None, :], mask=readable, other=0)
-        words = tl.where(found[:, None], words, float_bits(filler, OUTPUT)[:, None])
-        tl.store(
-            out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + place, words, mask=written, cache_modifier=".cs"
-        )
+        words = pointers(addresses, tl.uint16)[:, None] + column
+        return tl.load(words, mask=readable, other=0, eviction_policy=EVICTION)
     else:
-        values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], readable)
-        values = tl.where(found[:, None], values, filler[:, None])
-        store_float(out_ptr + place, values, written, ".cs")
+        return load_evicting(pointers(addresses, WEIGHT)[:, None] + column, readable, EVICTION)
+
+
+@triton.jit
+def store_rows(
+    out_ptr, i, written, values, found, filler, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Write what ``load_rows`` read to rows ``i`` (int64) of the output, and the fp32 ``filler`` of the others."""
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = written[:, None]
+    if BLOCK_DIM != DIM:
+        mask = mask & (column < DIM)
+    place = i[:, None] * DIM + column
+    # Nobody reads the output soon; it must not drive rows out of the cache.
+    if (WEIGHT == OUTPUT) & (WEIGHT != tl.float32):
+        words = tl.where(found[:, None], values, float_bits(filler, OUTPUT)[:, None])
+        tl.store(out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + place, words, mask=mask, cache_modifier=".cs")
+    else:
+        store_float(out_ptr + place, tl.where(found[:, None], values, filler[:, None]), mask, ".cs")

@@ -6,21 +6,39 @@ import triton.language as tl
 
 from dynamicemb.table.layout import POOLING_MEAN, FeatureLayout
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import launch
+from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
 from dynamicemb.table.triton.rows import (
     TRITON_DTYPES,
     RowShape,
     load_float,
+    pick,
     pointers,
     row_addresses,
     row_shape,
     store_float,
 )
 
+# Bags of a program, one after another. On an H200, with bags of 10 rows of 128 floats, 4 take 10 % less time than 1 or
+# 8; so do 4 rows in flight than 8.
+_MOST_BAGS = 4
+_POOL_TILE = 512
+_GRAD_TILE = 1024
 
-def _rows_at_once(shape: RowShape) -> int:
-    """Return how many rows of a bag are in flight together: 8 of 128 columns, more narrow ones, fewer wide ones."""
-    return max(2, min(16, 1024 // shape.block_dim))
+
+def rows_at_once(shape: RowShape, tile: int = _POOL_TILE) -> int:
+    """Return how many rows of a bag are in flight together, so that they have ``tile`` values; 2 to 16."""
+    return max(2, min(16, tile // shape.block_dim))
+
+
+def pool_warps(shape: RowShape, tile: int = _POOL_TILE) -> int:
+    """Return the warps of a program that pools: 32 values a lane."""
+    return max(1, min(8, rows_at_once(shape, tile) * shape.block_dim // 1024))
+
+
+def bags_each(device: torch.device, num_bags: int, num_warps: int, most: int) -> int:
+    """Return how many bags a program takes: ``most``, but fewer where programs would run short."""
+    waves = num_bags // (2 * persistent_grid(device, num_bags, num_warps)[0])
+    return max(1, min(most, waves))
 
 
 def pool(
@@ -57,10 +75,11 @@ def pool(
     out = torch.empty(layout.batch_size, layout.width, dtype=output_dtype, device=rows.device)
     if out.numel() == 0:
         return out
-    at_once = _rows_at_once(shape)
+    num_bags, warps = offsets.numel() - 1, pool_warps(shape)
+    each = bags_each(rows.device, num_bags, warps, _MOST_BAGS)
     launch(
         _pool_kernel,
-        (offsets.numel() - 1,),
+        (cdiv(num_bags, each),),
         (
             rows.contiguous(),
             offsets.contiguous(),
@@ -72,6 +91,8 @@ def pool(
             store.chunk_bases,
             store.row_bytes,
             store.dims,
+            num_bags,
+            each,
             layout.batch_size,
             layout.width,
             store.chunk_shift,
@@ -84,10 +105,10 @@ def pool(
             "ALIGNMENT": shape.alignment,
             "MEAN": layout.pooling == POOLING_MEAN,
             "WEIGHTED": per_sample_weights is not None,
-            "AT_ONCE": at_once,
+            "AT_ONCE": rows_at_once(shape),
             "OUTPUT": TRITON_DTYPES[output_dtype],
         },
-        num_warps=max(1, min(8, at_once * shape.block_dim // 1024)),
+        num_warps=warps,
     )
     return out
 
@@ -100,7 +121,85 @@ def bag_table_and_place(k, feature_tables_ptr, column_offsets_ptr, batch_size, w
     return tl.load(feature_tables_ptr + feature), tl.multiple_of(place, ALIGNMENT)
 
 
-@triton.jit(do_not_specialize=["batch_size", "width", "chunk_shift"])
+@triton.jit
+def pool_bags(
+    k, last, rows_ptr, offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, missing_values_ptr, out_ptr,
+    chunk_bases_ptr, row_bytes_ptr, dims_ptr, batch_size, width, chunk_shift, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, ROW_BYTES: tl.constexpr, WEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of bags ``k`` to ``last`` (exclusive), AT_ONCE rows in flight.
+
+    The row numbers of a bag are read one bag ahead, its end two bags ahead. Addresses are computed for LANES
+    occurrences side by side and then handed out; a lane for each spares most of the instructions.
+    """
+    LANES: tl.constexpr = 32
+    lane = tl.arange(0, LANES)
+    column = tl.arange(0, BLOCK_DIM)
+    begin = tl.load(offsets_ptr + k)
+    end = tl.load(offsets_ptr + k + 1)
+    next_end = tl.load(offsets_ptr + k + 2, mask=k + 2 <= last, other=0)
+    rows = tl.load(rows_ptr + begin + lane, mask=begin + lane < end, other=-1)
+    while k < last:
+        next_rows = tl.load(rows_ptr + end + lane, mask=end + lane < next_end, other=-1)
+        end_after = tl.load(offsets_ptr + k + 3, mask=k + 3 <= last, other=0)
+        table, place = bag_table_and_place(k, feature_tables_ptr, column_offsets_ptr, batch_size, width, ALIGNMENT)
+        missing_value = tl.load(missing_values_ptr + table)
+        dim = DIM
+        if DIM == 0:
+            dim = tl.load(dims_ptr + table)
+        sums = tl.zeros([BLOCK_DIM], tl.float32)
+        first = begin
+        while first < end:
+            sums = _add_rows(
+                sums, rows, first, end, table, missing_value, dim, weights_ptr, chunk_bases_ptr, row_bytes_ptr,
+                chunk_shift, DIM, BLOCK_DIM, ROW_BYTES, WEIGHT, WEIGHTED, AT_ONCE,
+            )  # fmt: skip
+            first += LANES
+            rows = tl.load(rows_ptr + first + lane, mask=first + lane < end, other=-1)
+        if MEAN:
+            sums *= tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32))
+        store_float(out_ptr + place + column, sums, column < dim, ".cs")
+        k += 1
+        begin, end, next_end, rows = end, next_end, end_after, next_rows
+
+
+@triton.jit
+def _add_rows(
+    sums, rows, first, end, table, missing_value, dim, weights_ptr, chunk_bases_ptr, row_bytes_ptr, chunk_shift,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROW_BYTES: tl.constexpr, WEIGHT: tl.constexpr, WEIGHTED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of occurrences ``first`` to ``end`` of a bag, as many as ``rows`` has lanes."""
+    lane = tl.arange(0, rows.shape[0])
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    present = first + lane < end
+    found = rows >= 0
+    address = row_addresses(rows, table, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+    # No row is at address 0.
+    address = tl.where(found, address, 0)
+    filler = tl.where(present & (rows < 0), missing_value, 0.0)
+    any_missing = tl.max((present & (rows < 0)).to(tl.int32), 0) > 0
+    weights = filler
+    if WEIGHTED:
+        weights = tl.load(weights_ptr + first + lane, mask=present, other=0.0)
+    number = tl.minimum(end - first, rows.shape[0]).to(tl.int32)
+    for part in range(0, tl.cdiv(number, AT_ONCE)):
+        addresses = pick(address, part, AT_ONCE)
+        readable = (addresses != 0)[:, None]
+        mask = readable
+        if BLOCK_DIM != DIM:
+            mask = mask & (column < dim)
+        values = load_float(pointers(addresses, WEIGHT)[:, None] + column, mask)
+        if any_missing:
+            values = tl.where(readable, values, pick(filler, part, AT_ONCE)[:, None])
+        if WEIGHTED:
+            values *= pick(weights, part, AT_ONCE)[:, None]
+        sums += tl.sum(values, 0)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_bags", "each", "batch_size", "width", "chunk_shift"])
 def _pool_kernel(
     rows_ptr,
     offsets_ptr,
@@ -112,6 +211,8 @@ def _pool_kernel(
     chunk_bases_ptr,
     row_bytes_ptr,
     dims_ptr,
+    num_bags,
+    each,
     batch_size,
     width,
     chunk_shift,
@@ -125,37 +226,12 @@ def _pool_kernel(
     AT_ONCE: tl.constexpr,
     OUTPUT: tl.constexpr,
 ):
-    k = tl.program_id(0)
-    column = tl.arange(0, BLOCK_DIM)
-    begin = tl.load(offsets_ptr + k)
-    end = tl.load(offsets_ptr + k + 1)
-    table, place = bag_table_and_place(k, feature_tables_ptr, column_offsets_ptr, batch_size, width, ALIGNMENT)
-    missing_value = tl.load(missing_values_ptr + table)
-    dim = DIM
-    if DIM == 0:
-        dim = tl.load(dims_ptr + table)
-    inside = column < dim
-    sums = tl.zeros([BLOCK_DIM], tl.float32)
-    first = begin
-    while first < end:
-        i = first + tl.arange(0, AT_ONCE)
-        present = i < end
-        rows = tl.load(rows_ptr + i, mask=present, other=-1)
-        found = rows >= 0
-        addresses = row_addresses(rows, table, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
-        mask = found[:, None]
-        if BLOCK_DIM != DIM:
-            mask = mask & inside[None, :]
-        values = load_float(pointers(addresses, WEIGHT)[:, None] + column[None, :], mask)
-        filler = tl.where(present & (rows < 0), missing_value, 0.0)
-        values = tl.where(found[:, None], values, filler[:, None])
-        if WEIGHTED:
-            values *= tl.load(weights_ptr + i, mask=present, other=0.0)[:, None]
-        sums += tl.sum(values, 0)
-        first += AT_ONCE
-    if MEAN:
-        sums *= tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32))
-    store_float(out_ptr + place + column, sums, inside, ".cs")
+    k = tl.program_id(0) * each
+    pool_bags(
+        k, tl.minimum(k + each, num_bags), rows_ptr, offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr,
+        missing_values_ptr, out_ptr, chunk_bases_ptr, row_bytes_ptr, dims_ptr, batch_size, width, chunk_shift, DIM,
+        BLOCK_DIM, ROW_BYTES, WEIGHT, ALIGNMENT, MEAN, WEIGHTED, AT_ONCE,
+    )  # fmt: skip
 
 
 def pool_weights_grad(
@@ -179,7 +255,6 @@ def pool_weights_grad(
     out = torch.empty(rows.numel(), dtype=torch.float32, device=rows.device)
     if out.numel() == 0:
         return out
-    at_once = _rows_at_once(shape)
     launch(
         _pool_weights_grad_kernel,
         (offsets.numel() - 1,),
@@ -204,10 +279,10 @@ def pool_weights_grad(
             "WEIGHT": shape.weight,
             "ALIGNMENT": shape.alignment,
             "MEAN": layout.pooling == POOLING_MEAN,
-            "AT_ONCE": at_once,
+            "AT_ONCE": rows_at_once(shape, _GRAD_TILE),
             "GRADIENT": TRITON_DTYPES[grad.dtype],
         },
-        num_warps=max(1, min(8, at_once * shape.block_dim // 1024)),
+        num_warps=pool_warps(shape, _GRAD_TILE),
     )
     return out
 

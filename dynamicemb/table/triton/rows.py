@@ -113,25 +113,38 @@ def pointers(addresses, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def pick(values, part, SIZE: tl.constexpr):
+    """Return entries ``part * SIZE`` to ``(part + 1) * SIZE`` of a vector.
+
+    Example: part 1 of ``[5, 6, 7, 8]`` in parts of two is ``[7, 8]``.
+    """
+    if values.shape[0] == SIZE:
+        return values
+    else:
+        return tl.gather(values, part * SIZE + tl.arange(0, SIZE), 0)
+
+
+@triton.jit
 def load_float(pointer, mask):
     """Read values as fp32, 0 where masked."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        words = tl.load(pointer.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, other=0)
-        return (words.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    return load_evicting(pointer, mask, "")
 
 
 @triton.jit
 def stream_float(pointer, mask):
     """Read values as fp32 that nobody reads again, 0 where masked."""
+    return load_evicting(pointer, mask, "evict_first")
+
+
+@triton.jit
+def load_evicting(pointer, mask, EVICTION: tl.constexpr):
+    """Read values as fp32, 0 where masked; EVICTION is an ``eviction_policy``."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        words = tl.load(
-            pointer.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, other=0, eviction_policy="evict_first"
-        )
+        bits = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
+        words = tl.load(bits, mask=mask, other=0, eviction_policy=EVICTION)
         return (words.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        return tl.load(pointer, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
 
 @triton.jit
