@@ -10,6 +10,7 @@ import torch
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.triton.missing import Missing
 from tests.conftest import reason_to_skip
 from tests.twins import EXTREME, TENSORS, Twins, draw
 
@@ -288,8 +289,9 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
 
     def step() -> torch.Tensor:
         side.kernels.advance(side.index, 0, SCORE_STEP)
+        scratch = Missing.allocate(side.index, ids.numel(), ordered=True).filled()
         return side.kernels.find_or_insert(
-            side.index, side.store, side.initializers, ids, table_ranges, None, side.state_values, True
+            side.index, side.store, side.initializers, ids, table_ranges, None, side.state_values, scratch
         )[0]
 
     step()

@@ -1,6 +1,7 @@
 """Group the occurrences of a lookup for its backward while the forward copies rows."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -8,8 +9,16 @@ from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.group import Groups, group_by_row
 
-# Below, the events between two streams cost the host more than the GPU saves.
+# Below, the second stream costs the host more than the GPU saves.
 FEWEST_IDS = 65_536
+
+
+class _Side(NamedTuple):
+    """A stream beside the one that reads rows, and the events at which one waits for the other."""
+
+    stream: torch.cuda.Stream
+    fork: torch.cuda.Event
+    join: torch.cuda.Event
 
 
 def start_grouping(store: RowStore, lookup: Lookup) -> Groups | None:
@@ -30,19 +39,23 @@ def start_grouping(store: RowStore, lookup: Lookup) -> Groups | None:
     """
     if lookup.rows.numel() < FEWEST_IDS or not lookup.rows.is_cuda:
         return None
-    side = _side_stream(lookup.rows.device)
-    side.wait_stream(torch.cuda.current_stream(lookup.rows.device))
-    with torch.cuda.stream(side):
-        return group_by_row(store, lookup)
+    side = _side(lookup.rows.device)
+    side.fork.record()
+    side.stream.wait_event(side.fork)
+    with torch.cuda.stream(side.stream):
+        groups = group_by_row(store, lookup)
+        side.join.record()
+    return groups
 
 
 def finish_grouping(groups: Groups | None) -> None:
     """Make the current stream wait for the grouping, and whatever follows with it."""
     if groups is not None:
-        device = groups.order.device
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+        side = _side(groups.order.device)
+        torch.cuda.current_stream(groups.order.device).wait_event(side.join)
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side(device: torch.device) -> _Side:
+    # Of higher priority: the blocks of the kernel that reads rows would otherwise all be served first.
+    return _Side(torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
