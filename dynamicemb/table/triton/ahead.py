@@ -1,6 +1,7 @@
 """Group the occurrences of a lookup for its backward while the forward copies rows."""
 
 import functools
+import threading
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ FEWEST_IDS = 65_536
 
 
 class _Side(NamedTuple):
-    """A stream beside the one that reads rows, and the events at which one waits for the other."""
+    """A stream beside the one that reads rows, and the events at which one waits for the other; a device has one."""
 
     stream: torch.cuda.Stream
     fork: torch.cuda.Event
     join: torch.cuda.Event
+    lock: threading.Lock
 
 
 def start_grouping(store: RowStore, lookup: Lookup) -> Groups | None:
@@ -40,11 +42,12 @@ def start_grouping(store: RowStore, lookup: Lookup) -> Groups | None:
     if lookup.rows.numel() < FEWEST_IDS or not lookup.rows.is_cuda:
         return None
     side = _side(lookup.rows.device)
-    side.fork.record()
-    side.stream.wait_event(side.fork)
-    with torch.cuda.stream(side.stream):
-        groups = group_by_row(store, lookup)
-        side.join.record()
+    with side.lock:
+        side.fork.record(torch.cuda.current_stream(lookup.rows.device))
+        side.stream.wait_event(side.fork)
+        with torch.cuda.stream(side.stream):
+            groups = group_by_row(store, lookup)
+            side.join.record(side.stream)
     return groups
 
 
@@ -58,4 +61,4 @@ def finish_grouping(groups: Groups | None) -> None:
 @functools.cache
 def _side(device: torch.device) -> _Side:
     # Of higher priority: the blocks of the kernel that reads rows would otherwise all be served first.
-    return _Side(torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event())
+    return _Side(torch.cuda.Stream(device, priority=-1), torch.cuda.Event(), torch.cuda.Event(), threading.Lock())
