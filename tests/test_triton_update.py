@@ -1,5 +1,6 @@
 """Triton's grouping and optimizer updates against their CPU twins."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,19 @@ def kernels(backend):
     if backend == "cpu":
         pytest.skip("cpu: these tests compare a backend with the CPU")
     return pytest.importorskip("dynamicemb.table.triton")
+
+
+def update_module():
+    # Its package has a function of the same name.
+    return importlib.import_module("dynamicemb.table.triton.update")
+
+
+@pytest.fixture(params=[True, False], ids=["ranked", "sorted"])
+def ranked(request, monkeypatch):
+    """Group the occurrences by comparing each with all others, or by sorting them."""
+    if not request.param:
+        monkeypatch.setattr(update_module(), "MOST_RANKED", -1)
+    return request.param
 
 
 def num_state(kind, dim):
@@ -129,7 +143,7 @@ def test_clipping_equals_the_cpu(kernels, device, pooling):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("distinct", [1, 2, 9])
 @pytest.mark.parametrize("batch_size", [33, 600])
-def test_long_segments_equal_the_cpu(kernels, device, kind, distinct, batch_size):
+def test_long_segments_equal_the_cpu(kernels, device, ranked, kind, distinct, batch_size):
     if not HAS_CUDA and distinct == 2:
         pytest.skip("interpret: the other two are enough")
     check(
@@ -145,6 +159,20 @@ def test_long_segments_equal_the_cpu(kernels, device, kind, distinct, batch_size
         # Sums of hundreds of gradients.
         seed=distinct,
     )
+
+
+@pytest.mark.parametrize("pooling", [POOLING_NONE, POOLING_MEAN])
+def test_c16_ranked_and_sorted_occurrences_give_the_same_bits(kernels, device, pooling, monkeypatch):
+    for distinct, batch_size in ((1, 20), (4, 30), (50, 20), (50, 1)):
+        store, lookup, grad = case(
+            OptimizerKind.ADAM, [8, 8], torch.float32, pooling, distinct=distinct, batch_size=batch_size
+        )
+        stores = [copy_store(store, device), copy_store(store, device)]
+        for own, most in zip(stores, (8192, -1)):
+            monkeypatch.setattr(update_module(), "MOST_RANKED", most)
+            run(kernels, device, own, spec_of(OptimizerKind.ADAM), lookup, grad)
+        assert all(torch.equal(a, b) for a, b in zip(stores[0].chunks, stores[1].chunks))
+        assert not all(torch.equal(a, b.to(device)) for a, b in zip(stores[0].chunks, store.chunks))
 
 
 @pytest.mark.parametrize("kind", [OptimizerKind.SGD, OptimizerKind.ADAM])

@@ -92,14 +92,19 @@ class LookupFunction(torch.autograd.Function):
         reading: Reading,
     ) -> torch.Tensor:
         """Return the output of the lookup; remember what backward needs. No ``training`` is evaluation."""
-        ctx.group, ctx.training, ctx.layout, ctx.reading = group, training, lookup.layout, reading
+        ctx.group, ctx.training, ctx.reading = group, training, reading
         ctx.weights_dtype = None if per_sample_weights is None else per_sample_weights.dtype
+        # Nobody else has these.
+        ctx.rows, ctx.table_ranges, ctx.offsets = lookup.rows, lookup.table_ranges, lookup.offsets
+        ctx.layout = lookup.layout
         # Saved, not kept: autograd then refuses a backward after the caller has overwritten his ids or weights, or
         # after the graph has been freed.
-        saved = [lookup.ids, lookup.rows, lookup.table_ranges, lookup.offsets]
-        if lookup.per_sample_weights is not None:
-            saved.append(lookup.per_sample_weights)
-        ctx.save_for_backward(*(tensor.clone() if tensor.is_inference() else tensor for tensor in saved))
+        ids, weights = lookup.ids, lookup.per_sample_weights
+        ids = ids.clone() if ids.is_inference() else ids
+        if weights is None:
+            ctx.save_for_backward(ids)
+        else:
+            ctx.save_for_backward(ids, weights.clone() if weights.is_inference() else weights)
         return read_rows(group, lookup, reading)
 
     @staticmethod
@@ -108,7 +113,8 @@ class LookupFunction(torch.autograd.Function):
         """Train the rows; returns the gradient of the pooling weights if wanted."""
         group, training = ctx.group, ctx.training
         groups = None if training is None else training.groups
-        ids, rows, table_ranges, offsets, *weights = ctx.saved_tensors
+        ids, *weights = ctx.saved_tensors
+        rows, table_ranges, offsets = ctx.rows, ctx.table_ranges, ctx.offsets
         lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
         grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
         try:

@@ -33,6 +33,9 @@ _TABLE_MASK = tl.constexpr((1 << 22) - 1)
 class Groups:
     """Occurrences sorted by row, and the work on them. Lists have no order; their lengths are on the device.
 
+    Of a small batch the lists are not compacted: they have a place for every unit there could be, -1 where there is
+    none.
+
     Attributes:
         order: i64 ``[N]``, occurrences by ascending row, in their order within a row; those without a row come first.
         counts: i32 ``[3]``: whole segments of at most FEW occurrences, other units, segments longer than PIECE.
@@ -101,6 +104,13 @@ def group_by_row(store: RowStore, lookup: Lookup, counts: Any = None, words: Any
         num_warps=_WARPS,
     )
     return Groups(order, counts, words, most_long)
+
+
+@triton.jit
+def pack(begin, count, table, first, whole):
+    """Return a unit, for ``unpack``."""
+    unit = begin.to(tl.int64) | (count.to(tl.int64) << _COUNT_SHIFT) | (table.to(tl.int64) << _TABLE_SHIFT)
+    return unit | (first.to(tl.int64) << _FIRST_SHIFT) | (whole.to(tl.int64) << _WHOLE_SHIFT)
 
 
 @triton.jit
@@ -188,9 +198,7 @@ def _group_kernel(
     i = tl.load(order_ptr + p, mask=unit, other=0)
     table = find_range(i, table_ranges_ptr, tl.zeros([BLOCK], tl.int32), num_tables)
     address = row_addresses(row, table, unit, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
-    word = p.to(tl.int64) | (tl.minimum(end - p, PIECE).to(tl.int64) << _COUNT_SHIFT)
-    word = word | (table.to(tl.int64) << _TABLE_SHIFT) | (head.to(tl.int64) << _FIRST_SHIFT)
-    word = word | (whole.to(tl.int64) << _WHOLE_SHIFT)
+    word = pack(p, tl.minimum(end - p, PIECE), table, head, whole)
     few = (unit & (length <= FEW)).to(tl.int32)
     many = (unit & (length > FEW)).to(tl.int32)
     front = tl.atomic_add(counts_ptr, tl.sum(few, 0), sem="relaxed") + tl.cumsum(few, 0) - 1

@@ -1,6 +1,5 @@
 """Sum the gradients of each row and apply the optimizer to it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,18 +7,15 @@ import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.index import UPDATES
-from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.group import PIECE, Groups, group_by_row, most_long_segments, unpack
-from dynamicemb.table.triton.launch import carve, cdiv, launch, persistent_grid
-from dynamicemb.table.triton.pool import bag_table_and_place
-from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, find_range, row_shape, stream_float
+from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
+from dynamicemb.table.triton.group import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
+from dynamicemb.table.triton.launch import launch, persistent_grid
+from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, row_shape, stream_float
 from dynamicemb.table.triton.rules import close_rows, open_rows, step_constants
 
-_UPDATES = tl.constexpr(UPDATES)
-_LOCATED = 256
+_FEW = tl.constexpr(FEW)
 # Programs beyond those that fit at once even out unequal shares.
 _WAVES = 4
 # Values of a tile of whole segments.
@@ -72,11 +68,14 @@ def update(
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
     shape = row_shape(store)
     num = lookup.rows.numel()
-    scratch = _Scratch.allocate(lookup, shape.block_dim, groups is None)
-    _begin(lookup, clock, scratch)
+    few = groups is None and num <= MOST_RANKED
+    scratch = Scratch.allocate(lookup, shape.block_dim, groups is None)
+    begin_update(store, lookup, clock, scratch, few)
     if num == 0:
         return
-    if groups is None:
+    if few:
+        groups = Groups(scratch.order, scratch.counts, scratch.words, most_long_segments(num))
+    elif groups is None:
         groups = group_by_row(store, lookup, scratch.counts, scratch.words)
     num_windows = most_long_segments(num)
     common = (
@@ -96,54 +95,11 @@ def update(
         launch(
             _combine_kernel,
             _grid(grad.device, num_windows, warps),
-            (groups.order, groups.counts, groups.words, num, groups.most_long, *common),
+            (lookup.ids, groups.order, groups.counts, groups.words, num, groups.most_long, *common[1:]),
             {**constants, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
             num_warps=warps,
             # The CPU twin rounds every product too.
             enable_fp_fusion=False,
-        )
-
-
-@dataclass(slots=True)
-class _Scratch:
-    """What an update works in: one allocation, its parts as ``launch.carve`` returns them.
-
-    Attributes:
-        memory: i32, all of it.
-        counts: i32 ``[3]``, of ``Groups``.
-        words: i64 ``[3 N + 3 most_long]``, of ``Groups``.
-        partials: f32 ``[2, N // PIECE + 1, block_dim]``, the sums of first pieces, then of all others: two pieces of
-            either kind begin at least PIECE occurrences apart.
-        places: i64 ``[N]``, where in ``[B, total_D]`` an occurrence's gradient starts; None without pooling.
-        scales: f32 ``[N]``, its factor; None where all are 1.
-    """
-
-    memory: torch.Tensor
-    counts: Any
-    words: Any
-    partials: Any
-    places: Any
-    scales: Any
-
-    @classmethod
-    def allocate(cls, lookup: Lookup, block_dim: int, with_groups: bool) -> "_Scratch":
-        num = lookup.rows.numel()
-        pooling = lookup.layout.pooling
-        pooled = pooling != POOLING_NONE
-        scaled = pooled and (pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
-        num_words = 3 * (num + most_long_segments(num)) if with_groups else 0
-        num_partials = 2 * most_long_segments(num) * block_dim
-        begins = [0]
-        for size in (4, 2 * num_words, num_partials, 2 * num if pooled else 0, num if scaled else 0):
-            begins.append(begins[-1] + (size + 3) // 4 * 4)
-        memory = torch.empty(begins[-1], dtype=torch.int32, device=lookup.rows.device)
-        return cls(
-            memory,
-            carve(memory, 0, 3, torch.int32),
-            carve(memory, begins[1], num_words, torch.int64),
-            carve(memory, begins[2], num_partials, torch.float32),
-            carve(memory, begins[3], num, torch.int64) if pooled else None,
-            carve(memory, begins[4], num, torch.float32) if scaled else None,
         )
 
 
@@ -170,22 +126,22 @@ def _launch_units(
     groups: Groups,
     spec: OptimizerSpec,
     grad: torch.Tensor,
-    scratch: _Scratch,
+    scratch: Scratch,
     common: tuple[Any, ...],
     constants: dict[str, Any],
 ) -> None:
     """Sum the units, apply whole segments."""
-    num, block_dim = groups.order.numel(), constants["BLOCK_DIM"]
+    num, block_dim = common[0].numel(), constants["BLOCK_DIM"]
     warps = max(1, min(8, block_dim // 256))
     pooled, scaled = scratch.places is not None, scratch.scales is not None
     launch(
         _update_kernel,
         _grid(grad.device, num, warps),
         (
+            grad,
             groups.order,
             groups.counts,
             groups.words,
-            grad,
             scratch.places if pooled else groups.order,
             scratch.scales if scaled else grad,
             num,
@@ -203,100 +159,6 @@ def _launch_units(
         num_warps=warps,
         enable_fp_fusion=False,
     )
-
-
-def _begin(lookup: Lookup, clock: torch.Tensor, scratch: _Scratch) -> None:
-    """Count the application, clear the counts, and with pooling find the gradient of every occurrence."""
-    layout, weights, num = lookup.layout, lookup.per_sample_weights, lookup.rows.numel()
-    pooled, scaled = scratch.places is not None, scratch.scales is not None
-    launch(
-        _begin_kernel,
-        (max(1, cdiv(num, _LOCATED)) if pooled else 1,),
-        (
-            clock,
-            scratch.counts,
-            lookup.offsets,
-            layout.feature_tables,
-            layout.column_offsets,
-            clock if weights is None else weights.contiguous(),
-            scratch.places if pooled else clock,
-            scratch.scales if scaled else clock,
-            num,
-            lookup.offsets.numel() - 1,
-            layout.batch_size,
-            layout.width,
-        ),
-        {
-            "POOLED": pooled,
-            "MEAN": layout.pooling == POOLING_MEAN,
-            "WEIGHTED": weights is not None,
-            "SCALED": scaled,
-            "BLOCK": _LOCATED,
-        },
-        num_warps=2,
-    )
-
-
-@triton.jit(do_not_specialize=["num", "num_bags", "batch_size", "width"])
-def _begin_kernel(
-    clock_ptr,
-    counts_ptr,
-    offsets_ptr,
-    feature_tables_ptr,
-    column_offsets_ptr,
-    weights_ptr,
-    places_ptr,
-    scales_ptr,
-    num,
-    num_bags,
-    batch_size,
-    width,
-    POOLED: tl.constexpr,
-    MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.program_id(0) == 0:
-        tl.store(clock_ptr + _UPDATES, tl.load(clock_ptr + _UPDATES) + 1)
-        part = tl.arange(0, 4)
-        tl.store(counts_ptr + part, 0, mask=part < 3)
-    if POOLED:
-        # An empty batch may have no bags.
-        if tl.program_id(0) * BLOCK < num:
-            _locate(
-                offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num,
-                num_bags, batch_size, width, MEAN, WEIGHTED, SCALED, BLOCK,
-            )  # fmt: skip
-
-
-@triton.jit
-def _locate(
-    offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags, batch_size,
-    width, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write where in ``[B, total_D]`` the gradient of each occurrence starts, and its factor.
-
-    A block of occurrences touches few bags, so the bags of its first and last one bound the search for the others.
-    """
-    first = tl.program_id(0) * BLOCK
-    last = tl.minimum(first + BLOCK, num) - 1
-    zero = tl.full((), 0, tl.int32)
-    lowest = find_range(first, offsets_ptr, zero, num_bags)
-    highest = find_range(last, offsets_ptr, zero, num_bags)
-    i = first + tl.arange(0, BLOCK)
-    inside = i < num
-    bag = find_range(i, offsets_ptr, tl.zeros([BLOCK], tl.int32) + lowest, highest - lowest + 1)
-    _, place = bag_table_and_place(bag, feature_tables_ptr, column_offsets_ptr, batch_size, width, 1)
-    tl.store(places_ptr + i, place, mask=inside)
-    if SCALED:
-        scale = tl.full([BLOCK], 1.0, tl.float32)
-        if MEAN:
-            length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
-            scale = tl.div_rn(scale, tl.maximum(length, 1).to(tl.float32))
-        if WEIGHTED:
-            scale *= tl.load(weights_ptr + i, mask=inside, other=0.0)
-        tl.store(scales_ptr + i, scale, mask=inside)
 
 
 @triton.jit
@@ -331,7 +193,7 @@ def _update_many(
     lists, grads, random, places, constants, settings, partials_ptr, num_windows, column, KIND: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, STATE_OFFSET: tl.constexpr, STATE_ALIGNMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, PIECE: tl.constexpr, POOLED: tl.constexpr,
-    SCALED: tl.constexpr, CLIP: tl.constexpr, AT_ONCE: tl.constexpr,
+    SCALED: tl.constexpr, CLIP: tl.constexpr, AT_ONCE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, num = lists
@@ -340,30 +202,39 @@ def _update_many(
     u = tl.program_id(0)
     while u < num_many:
         place = num - 1 - u
-        begin, count, table, initial, whole = unpack(tl.load(units_ptr + place))
-        tables = one + table
-        # A piece leaves its row to the second kernel.
-        valid = one < tl.where(whole, 1, 0)
-        row = open_rows(
-            tl.load(addresses_ptr + place + one), tables, valid, column, places,
-            KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
-        )  # fmt: skip
-        sums = tl.zeros([1, BLOCK_DIM], tl.float32)
-        done = 0
-        while done < count:
-            lane = done + tl.arange(0, AT_ONCE)
-            i = tl.load(order_ptr + begin + lane, mask=lane < count, other=0)
-            values = _gradients(
-                i, lane < count, column, column < row[2], grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP
-            )
-            sums += tl.sum(values, 0)[None, :]
-            done += AT_ONCE
-        if whole:
-            i = tl.load(firsts_ptr + place + one)
-            close_rows(row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
-        else:
-            window = tl.where(initial, 0, num_windows) + begin // PIECE
-            tl.store(partials_ptr + window.to(tl.int64) * BLOCK_DIM + column, sums)
+        word = tl.load(units_ptr + place)
+        begin, count, table, initial, whole = unpack(word)
+        # Where units are not compacted there are places without one.
+        if word >= 0:
+            tables = one + table
+            # A piece leaves its row to the second kernel.
+            valid = one < tl.where(whole, 1, 0)
+            row = open_rows(
+                tl.load(addresses_ptr + place + one), tables, valid, column, places,
+                KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
+            )  # fmt: skip
+            sums = tl.zeros([1, BLOCK_DIM], tl.float32)
+            # The gradients of a short segment one by one, as among units of few occurrences: a sum shall not depend on
+            # where its unit stands.
+            width = tl.where(whole & (count <= FEW), 1, AT_ONCE)
+            done = 0
+            while done < count:
+                lane = done + tl.arange(0, AT_ONCE)
+                present = lane < tl.minimum(count, done + width)
+                i = tl.load(order_ptr + begin + lane, mask=present, other=0)
+                values = _gradients(
+                    i, present, column, column < row[2], grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP
+                )
+                sums += tl.sum(values, 0)[None, :]
+                done += width
+            if whole:
+                i = tl.load(firsts_ptr + place + one)
+                close_rows(
+                    row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM
+                )
+            else:
+                window = tl.where(initial, 0, num_windows) + begin // PIECE
+                tl.store(partials_ptr + window.to(tl.int64) * BLOCK_DIM + column, sums)
         u += tl.num_programs(0)
 
 
@@ -402,10 +273,10 @@ def _update_few(
 
 @triton.jit(do_not_specialize=["num", "num_windows"])
 def _update_kernel(
+    grad_ptr,
     order_ptr,
     counts_ptr,
     words_ptr,
-    grad_ptr,
     places_ptr,
     scales_ptr,
     num,
@@ -447,7 +318,7 @@ def _update_kernel(
     column = tl.arange(0, BLOCK_DIM)[None, :]
     _update_many(
         lists, grads, random, places, constants, settings, partials_ptr, num_windows, column, KIND, DIM, BLOCK_DIM,
-        STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT, STOCHASTIC, PIECE, POOLED, SCALED, CLIP, AT_ONCE,
+        STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT, STOCHASTIC, PIECE, POOLED, SCALED, CLIP, AT_ONCE, _FEW,
     )  # fmt: skip
     _update_few(
         lists, grads, random, places, constants, settings, column, KIND, DIM, BLOCK_DIM,
@@ -457,12 +328,12 @@ def _update_kernel(
 
 @triton.jit(do_not_specialize=["num", "most_long", "num_windows"])
 def _combine_kernel(
+    ids_ptr,
     order_ptr,
     counts_ptr,
     words_ptr,
     num,
     most_long,
-    ids_ptr,
     keys_ptr,
     clock_ptr,
     learning_rate_ptr,
@@ -496,22 +367,24 @@ def _combine_kernel(
     long_ptr = words_ptr + 3 * num.to(tl.int64)
     q = tl.program_id(0)
     while q < num_long:
-        begin, _, table, _, _ = unpack(tl.load(long_ptr + q))
-        num_pieces = tl.cdiv(tl.load(long_ptr + 2 * most_long + q).to(tl.int32), PIECE)
-        tables = one + table
-        row = open_rows(
-            tl.load(long_ptr + most_long + q + one), tables, valid, column, places,
-            KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
-        )  # fmt: skip
-        first = partials_ptr + (begin // PIECE).to(tl.int64) * BLOCK_DIM
-        sums = tl.load(first + column)
-        others = first + num_windows.to(tl.int64) * BLOCK_DIM
-        piece = 1
-        while piece < num_pieces:
-            lane = piece + tl.arange(0, AT_ONCE)
-            partials = others + lane.to(tl.int64)[:, None] * BLOCK_DIM + column
-            sums += tl.sum(tl.load(partials, mask=(lane < num_pieces)[:, None], other=0.0), 0)[None, :]
-            piece += AT_ONCE
-        i = tl.load(order_ptr + begin + one)
-        close_rows(row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
+        word = tl.load(long_ptr + q)
+        begin, _, table, _, _ = unpack(word)
+        if word >= 0:
+            num_pieces = tl.cdiv(tl.load(long_ptr + 2 * most_long + q).to(tl.int32), PIECE)
+            tables = one + table
+            row = open_rows(
+                tl.load(long_ptr + most_long + q + one), tables, valid, column, places,
+                KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
+            )  # fmt: skip
+            first = partials_ptr + (begin // PIECE).to(tl.int64) * BLOCK_DIM
+            sums = tl.load(first + column)
+            others = first + num_windows.to(tl.int64) * BLOCK_DIM
+            piece = 1
+            while piece < num_pieces:
+                lane = piece + tl.arange(0, AT_ONCE)
+                partials = others + lane.to(tl.int64)[:, None] * BLOCK_DIM + column
+                sums += tl.sum(tl.load(partials, mask=(lane < num_pieces)[:, None], other=0.0), 0)[None, :]
+                piece += AT_ONCE
+            i = tl.load(order_ptr + begin + one)
+            close_rows(row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
         q += tl.num_programs(0)
