@@ -16,7 +16,7 @@ from dynamicemb.table.triton.missing import Missing
 
 # Offsets of a program times tables, and words of scratch memory that it fills at a time.
 _TILE = 4096
-_FILL = 2048
+_FILL = 1024
 
 
 def open_batch(
@@ -116,6 +116,10 @@ def _open_kernel(
     BLOCK: tl.constexpr,
     FILL: tl.constexpr,
 ):
+    filled = tl.program_id(0) * FILL
+    if filled < num_words:
+        j = filled + tl.arange(0, FILL)
+        tl.store(scratch_ptr + j, tl.where(j < num_ones, -1, 0), mask=j < num_words)
     t = tl.arange(0, TABLES)
     first_bag = tl.load(table_features_ptr + t, mask=t <= num_tables, other=0) * batch_size
     boundary = tl.load(offsets_ptr + first_bag, mask=(t > 0) & (t < num_tables), other=0)
@@ -125,23 +129,27 @@ def _open_kernel(
         tl.store(ranges_ptr + t, tl.associative_scan(boundary, 0, _maximum), mask=t <= num_tables)
         if STRATEGY >= 0:
             advance_clock(clock_ptr, score_values_ptr, lag, host_time, num_tables, DEVICE_TIME, STRATEGY, TABLES)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < num_offsets
-    value = tl.load(offsets_ptr + k, mask=inside, other=0)
-    before = tl.load(offsets_ptr + k - 1, mask=inside & (k > 0), other=0)
-    wrong = (value < before) | (value < 0) | (value > num_ids) | ((k == 0) & (value != 0))
-    wrong = inside & (wrong | ((k == num_offsets - 1) & (value != num_ids)))
-    reached = k[:, None] >= first_bag[None, :]
-    if tl.max(wrong.to(tl.int32), 0) > 0:
-        table = tl.sum((reached & ((t > 0) & (t < num_tables))[None, :]).to(tl.int32), 1)
-        count_by_table(counters_ptr + _CLAMPED, table, wrong, _NUM_COUNTERS)
-    if POOLED:
-        # The range of the offset's table: the greatest boundary up to its own, and up to the next.
-        low = tl.max(tl.where(reached, boundary[None, :], 0), 1)
-        previous = tl.load(table_features_ptr + t - 1, mask=(t > 0) & (t <= num_tables), other=0) * batch_size
-        high = tl.max(tl.where(k[:, None] >= previous[None, :], boundary[None, :], 0), 1)
-        tl.store(safe_ptr + k, tl.minimum(tl.maximum(value, low), high), mask=inside)
-    begin = tl.program_id(0) * FILL
-    if begin < num_words:
-        j = begin + tl.arange(0, FILL)
-        tl.store(scratch_ptr + j, tl.where(j < num_ones, -1, 0), mask=j < num_words)
+    first = tl.program_id(0) * BLOCK
+    if first < num_offsets:
+        k = first + tl.arange(0, BLOCK)
+        inside = k < num_offsets
+        value = tl.load(offsets_ptr + k, mask=inside, other=0)
+        before = tl.load(offsets_ptr + k - 1, mask=inside & (k > 0), other=0)
+        wrong = (value < before) | (value < 0) | (value > num_ids) | ((k == 0) & (value != 0))
+        wrong = inside & (wrong | ((k == num_offsets - 1) & (value != num_ids)))
+        if tl.max(wrong.to(tl.int32), 0) > 0:
+            reached = (k[:, None] >= first_bag[None, :]) & ((t > 0) & (t < num_tables))[None, :]
+            table = tl.sum(reached.to(tl.int32), 1)
+            count_by_table(counters_ptr + _CLAMPED, table, wrong, _NUM_COUNTERS)
+        if POOLED:
+            # The range of an offset's table: the greatest boundary up to its own, and up to the next.
+            previous = tl.load(table_features_ptr + t - 1, mask=(t > 0) & (t <= num_tables), other=0) * batch_size
+            low = tl.max(tl.where(first >= first_bag, boundary, 0), 0)
+            high = tl.max(tl.where(first >= previous, boundary, 0), 0)
+            lows = tl.zeros([BLOCK], tl.int64) + low
+            highs = tl.zeros([BLOCK], tl.int64) + high
+            # Few blocks straddle tables.
+            if tl.max(((first_bag > first) & (first_bag < first + BLOCK)).to(tl.int32), 0) > 0:
+                lows = tl.max(tl.where(k[:, None] >= first_bag[None, :], boundary[None, :], 0), 1)
+                highs = tl.max(tl.where(k[:, None] >= previous[None, :], boundary[None, :], 0), 1)
+            tl.store(safe_ptr + k, tl.minimum(tl.maximum(value, lows), highs), mask=inside)
