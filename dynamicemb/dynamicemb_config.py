@@ -185,8 +185,9 @@ class DynamicEmbTableOptions:
         caching: use GPU memory as a cache of host rows (planned).
         init_capacity: rows at the start; None: ``max_capacity``. Fewer than ``max_capacity`` are (planned).
         max_load_factor: share of used slots, in (0, 1], above which the table grows; without effect until tables grow.
-        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order (planned); None: not a
-            dynamic table. Tables of one module must agree.
+        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order: the frequency ranks, the
+            time of the last touch is kept beside it, for 8 more bytes per row. None: not a dynamic table. A module may
+            have tables of several strategies; TorchRec gives them to several modules.
         bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket. Tables of one
             module must agree.
         safe_check_mode: what happens when ids find no slot; ERROR and WARNING are (planned).
@@ -334,9 +335,6 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
     if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
-    if isinstance(options.score_strategy, tuple):
-        names = ", ".join(strategy.name for strategy in options.score_strategy)
-        messages.append(f"score_strategy=({names}): one score per id in this version; use LFU or TIMESTAMP")
     if options.safe_check_mode is not DynamicEmbCheckMode.IGNORE:
         messages.append(
             f"safe_check_mode={options.safe_check_mode.name}: failed inserts are only counted; use IGNORE and stats()"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamicemb.table.scores import SCORE_LFU
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -27,12 +27,13 @@ def mixed(key: int) -> int:
 
 @dataclass
 class Entry:
-    """One resident id: its row (weights f32 ``[D]``, optimizer state f32 ``[num_state]``), score, and last step."""
+    """One resident id: its row (weights f32 ``[D]``, state f32 ``[num_state]``), score, last step, and its time."""
 
     weights: np.ndarray
     state: np.ndarray
     score: int
     tag: int
+    stamp: int = 0
 
 
 @dataclass
@@ -62,7 +63,7 @@ class ReferenceTable:
             new_row: initial ``(weights, state)`` of an id.
         """
         self.bucket_capacity = bucket_capacity
-        self.strategy = strategy
+        self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
         self.new_row = new_row
         self.buckets = [Bucket() for _ in range(num_buckets)]
         self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased"), 0)
@@ -80,46 +81,45 @@ class ReferenceTable:
         return {key: entry for bucket in self.buckets for key, entry in bucket.entries.items()}
 
     def lookup(
-        self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int
-    ) -> tuple[list[Entry | None], list[tuple[int, int]]]:
+        self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int, now: int = 0
+    ) -> tuple[list[Entry | None], list[tuple[int, Entry]]]:
         """Look up and insert a batch as one training step.
 
         Args:
             keys: the ids, with repetitions.
-            frequencies: how often each counts (LFU); None is once.
-            value: score that touches leave.
+            frequencies: how often each counts, where the score counts; None is once.
+            value: score that touches leave, where it does not.
             tag: number of this step.
             oldest: ids touched by this step or later ones are protected.
+            now: time of this step.
 
         Returns:
-            The entry of every occurrence (None where it failed) and the evicted ``(id, score)`` in batch order.
+            The entry of every occurrence (None where it failed) and what was evicted, in batch order.
         """
         amounts = frequencies if frequencies is not None else [1] * len(keys)
         found = [self.get(key) for key in keys]
         for entry, amount in zip(found, amounts, strict=True):
             self.counts["hits" if entry is not None else "misses"] += 1
             if entry is not None:
-                self._touch(entry, amount, value, tag)
-        evicted: list[tuple[int, int]] = []
+                self._touch(entry, entry.score + amount if self.counts_occurrences else value, tag, now)
+        evicted: list[tuple[int, Entry]] = []
         for i, key in enumerate(keys):
             if found[i] is not None:
                 continue
             entry = self.get(key)
             if entry is not None:
-                self._touch(entry, amounts[i], value, tag)
+                self._touch(entry, entry.score + amounts[i] if self.counts_occurrences else value, tag, now)
             else:
                 entry = self._place(key, oldest, evicted)
                 if entry is not None:
-                    entry.tag = tag
-                    entry.score = amounts[i] if self.strategy == SCORE_LFU else value
+                    self._touch(entry, amounts[i] if self.counts_occurrences else value, tag, now)
             found[i] = entry
         return found, evicted
 
-    def _touch(self, entry: Entry, amount: int, value: int, tag: int) -> None:
-        entry.tag = tag
-        entry.score = entry.score + amount if self.strategy == SCORE_LFU else value
+    def _touch(self, entry: Entry, score: int, tag: int, now: int) -> None:
+        entry.score, entry.tag, entry.stamp = score, tag, now
 
-    def _place(self, key: int, oldest: int, evicted: list[tuple[int, int]]) -> Entry | None:
+    def _place(self, key: int, oldest: int, evicted: list[tuple[int, Entry]]) -> Entry | None:
         bucket = self.bucket(key)
         # Erased slots whose steps are over are as good as empty.
         bucket.ghosts = [tag for tag in bucket.ghosts if tag >= oldest]
@@ -128,9 +128,8 @@ class ReferenceTable:
             if not candidates:
                 self.counts["failed"] += 1
                 return None
-            score, _, victim = min(candidates)
-            del bucket.entries[victim]
-            evicted.append((victim, score))
+            _, _, victim = min(candidates)
+            evicted.append((victim, bucket.entries.pop(victim)))
             self.counts["evicted"] += 1
         weights, state = self.new_row(key)
         self.counts["inserted"] += 1

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.scores import COUNT_ALL, COUNT_SOME, SCORE_LFU
 from dynamicemb.table.triton.hashing import digest_of, group_of, mix
 from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
@@ -14,6 +15,10 @@ from dynamicemb.table.triton.philox import words_of
 # 17 % faster than reading it again for each. A larger one is looked at so many slots at a time.
 _TILE = 1024
 _SLOTS_PER_WARP = 256
+
+_COUNT_ALL = tl.constexpr(COUNT_ALL)
+_COUNT_SOME = tl.constexpr(COUNT_SOME)
+_SCORE_LFU = tl.constexpr(SCORE_LFU)
 
 
 def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
@@ -27,7 +32,8 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     Args:
         index: the group's index.
         rows: i32 ``[N]``; the leaders' entries become their rows, or -1 where they failed.
-        missing: the lists. Written: ``leader_rows``, ``outcomes``, ``victim_ids``, ``victim_scores``.
+        missing: the lists. Written: ``leader_rows``, ``outcomes``, ``victim_ids``, ``victim_scores``,
+            ``victim_stamps``.
 
     Concurrency: a program owns the lists it takes, so all buckets on them; it reads back what it wrote itself after a
     barrier. Host sync: none; the grid is persistent and reads the number of lists from the device. Bytes moved: per
@@ -40,15 +46,18 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     grid = persistent_grid(rows.device, rows.numel(), num_warps)
     m = missing
     args = (
-        index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.clock, rows, m.heads,
-        m.counts, m.leader_ids, m.leader_tables, m.leader_buckets, m.positions, m.next, m.work, m.leader_rows,
-        m.outcomes, m.victim_ids, m.victim_scores, m.amounts,
+        index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.strategies,
+        index.stamps if index.has_stamps else index.scores, index.clock, rows, m.heads, m.counts,
+        m.leader_ids, m.leader_tables, m.leader_buckets, m.positions, m.next, m.work, m.leader_rows,
+        m.outcomes, m.victim_ids, m.victim_scores, m.victim_stamps, m.amounts,
     )  # fmt: skip
     constants = {
         "BUCKET": capacity,
         "TILE": tile,
-        "ACCUMULATE": index.accumulate,
+        "COUNTING": index.counting,
+        "STAMPS": index.has_stamps,
         "STEP_INDEX": STEP,
+        "NOW_INDEX": NOW,
         "OLDEST_INDEX": OLDEST,
     }
     launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
@@ -208,6 +217,28 @@ def _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, slot, key, digest, scor
 
 
 @triton.jit
+def _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING: tl.constexpr):
+    """Return the score of a new id: the table's, or the sum of its occurrences, at the place that its entry names."""
+    score = tl.load(score_values_ptr + table)
+    if COUNTING == _COUNT_ALL:
+        score = tl.load(amounts_ptr + (-2 - tl.load(entry_ptr)))
+    if COUNTING == _COUNT_SOME:
+        counts = tl.load(strategies_ptr + table) >= _SCORE_LFU
+        amount = tl.load(amounts_ptr + (-2 - tl.load(entry_ptr)), mask=counts, other=0)
+        score = tl.where(counts, amount, score)
+    return score
+
+
+@triton.jit
+def _stamp(stamp_ptr, victim_stamp_ptr, now, placed, full):
+    """Stamp a slot, and keep the stamp of the id that must go."""
+    tl.store(victim_stamp_ptr, tl.load(stamp_ptr, mask=placed & full, other=0), mask=placed & full)
+    # All threads have read before one of them writes.
+    tl.debug_barrier()
+    tl.store(stamp_ptr, now, mask=placed)
+
+
+@triton.jit
 def _insert_kernel(
     keys_ptr,
     digests_ptr,
@@ -215,6 +246,8 @@ def _insert_kernel(
     rows_ptr,
     tags_ptr,
     score_values_ptr,
+    strategies_ptr,
+    stamps_ptr,
     clock_ptr,
     out_ptr,
     heads_ptr,
@@ -229,11 +262,14 @@ def _insert_kernel(
     outcomes_ptr,
     victim_ids_ptr,
     victim_scores_ptr,
+    victim_stamps_ptr,
     amounts_ptr,
     BUCKET: tl.constexpr,
     TILE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    COUNTING: tl.constexpr,
+    STAMPS: tl.constexpr,
     STEP_INDEX: tl.constexpr,
+    NOW_INDEX: tl.constexpr,
     OLDEST_INDEX: tl.constexpr,
 ):
     step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
@@ -271,7 +307,7 @@ def _insert_kernel(
             q += stride
             upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
         table = tl.load(leader_tables_ptr + k)
-        position = tl.load(positions_ptr + k)
+        entry_ptr = out_ptr + tl.load(positions_ptr + k)
         if TILE >= BUCKET:
             slot, full, victim, victim_score, tag, score, known, crowded = _choose(
                 keys_ptr, tags_ptr, scores_ptr, digest, tag, score, known, base, start, oldest, BUCKET
@@ -284,14 +320,14 @@ def _insert_kernel(
         tl.store(victim_ids_ptr + k, victim, mask=placed & full)
         tl.store(victim_scores_ptr + k, victim_score, mask=placed & full)
         row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
-        new_score = tl.load(score_values_ptr + table)
-        if ACCUMULATE:
-            new_score = tl.load(amounts_ptr + (-2 - tl.load(out_ptr + position)))
+        new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
+        if STAMPS:
+            _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, tl.load(clock_ptr + NOW_INDEX), placed, full)
         _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, base + slot, key, digest_of(h), new_score, step, placed)
         mine = placed & (lane == slot)
         digest = tl.where(mine, digest_of(h), digest)
         tag = tl.where(mine, step, tag)
-        tl.store(out_ptr + position, row)
+        tl.store(entry_ptr, row)
         tl.store(leader_rows_ptr + k, row)
         tl.store(outcomes_ptr + k, tl.where(placed, tl.where(full, 2, 1), 0))
         k, key, bucket, following = successor, next_key, next_bucket, next_following
