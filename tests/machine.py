@@ -4,6 +4,7 @@ Two tables share one module (three features, mixed dims), small enough that most
 outstanding; their backward comes later, never, or after an erase took the row away.
 """
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -35,6 +36,15 @@ SCORES = {
 }
 
 
+def decayed(scores, cur_timestamp):
+    """Rank by frequency and, as steps are milliseconds apart, by age about as much."""
+    return math.log(scores[0]) - (cur_timestamp - scores[1]) * 1e-7
+
+
+def rank(stamp, count, now):
+    return decayed((count, stamp), now)
+
+
 @dataclass
 class Pending:
     """A forward whose backward has not run: what each occurrence read."""
@@ -58,12 +68,16 @@ class TableMachine(RuleBasedStateMachine):
     failing_examples = 0
 
     @initialize(
-        strategies=st.lists(st.sampled_from(sorted(SCORES)), min_size=2, max_size=2),
+        strategies=st.lists(st.sampled_from(sorted(SCORES)), min_size=2, max_size=2) | st.just([SCORE_COMPOUND] * 2),
+        with_function=st.booleans(),
         protect_steps=st.sampled_from([0, 0, 0, 1]),
         adagrad=st.booleans(),
         warm_up=st.sampled_from([4, 4, 4, 4, 4, 4, 4, 4, 4, 0]),
     )
-    def construct(self, strategies: list[int], protect_steps: int, adagrad: bool, warm_up: int) -> None:
+    def construct(
+        self, strategies: list[int], with_function: bool, protect_steps: int, adagrad: bool, warm_up: int
+    ) -> None:
+        function = decayed if with_function and min(strategies) == SCORE_COMPOUND else None
         self.strategies, self.protect_steps = strategies, protect_steps
         options = [
             DynamicEmbTableOptions(
@@ -73,6 +87,7 @@ class TableMachine(RuleBasedStateMachine):
                 score_strategy=SCORES[strategy],
                 initializer_args=UNIFORM,
                 protect_steps=protect_steps,
+                score_function=function,
             )
             for dim, capacity, strategy in zip(DIMS, self.capacities, strategies, strict=True)
         ]
@@ -92,7 +107,7 @@ class TableMachine(RuleBasedStateMachine):
         use_backend(group, self.backend)
         self.initializers = InitializerTable.create([UNIFORM] * 2, ["a", "b"], 3, torch.device("cpu"))
         self.oracles = [
-            ReferenceTable(c // 16, 16, strategies[t], lambda key, t=t: self.new_row(t, key))
+            ReferenceTable(c // 16, 16, strategies[t], lambda key, t=t: self.new_row(t, key), function and rank)
             for t, c in enumerate(self.capacities)
         ]
         self.customized = ["ab"[t] for t in range(2) if strategies[t] == SCORE_CUSTOMIZED]

@@ -16,6 +16,7 @@ from dynamicemb.dynamicemb_config import (
 )
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.score_function import translate
 from dynamicemb.table.group import GroupOptions, TableGroup
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, STAMP_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
@@ -116,8 +117,9 @@ def _check_agreement(
     first = options[0]
     for name, option in zip(names[1:], options[1:], strict=True):
         mine, theirs = option.get_grouped_key(), first.get_grouped_key()
-        # The index keeps a strategy per table; only TorchRec's groups have one.
-        del mine["score_strategy"], theirs["score_strategy"]
+        if option.score_function is None:
+            # The index keeps a strategy per table. A score function reads scores in one order.
+            del mine["score_strategy"], theirs["score_strategy"]
         mine["embedding_dtype"], theirs["embedding_dtype"] = weights_dtype(option), weights_dtype(first)
         different = [f"{key}={mine[key]!r} but {theirs[key]!r}" for key in theirs if mine[key] != theirs[key]]
         if different:
@@ -220,6 +222,7 @@ def build_group(
             seed=seed,
             state_value=optimizer.initial_accumulator_value,
             protect_steps=first.protect_steps,
+            score_function=_score_function(first),
         ),
         device,
     )
@@ -267,6 +270,12 @@ def _score(option: DynamicEmbTableOptions) -> int:
     """Return SCORE_* of a table; a tuple can only be TIMESTAMP with LFU."""
     strategy = option.score_strategy
     return _SCORES[strategy] if isinstance(strategy, DynamicEmbScoreStrategy) else SCORE_COMPOUND
+
+
+def _score_function(option: DynamicEmbTableOptions) -> str | None:
+    if option.score_function is None or option.score_strategy is None:
+        return None
+    return translate(option.score_function, option.score_strategy)
 
 
 def _set(value: int | None) -> int:

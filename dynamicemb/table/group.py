@@ -35,6 +35,7 @@ class GroupOptions:
         seed: seed of the initial values.
         state_value: what optimizer state starts at.
         protect_steps: finished steps whose ids are still not evicted.
+        score_function: what ranks instead of compound scores, as ``score_function.translate`` returned it.
     """
 
     bucket_capacity: int
@@ -43,6 +44,7 @@ class GroupOptions:
     seed: int
     state_value: float = 0.0
     protect_steps: int = 0
+    score_function: str | None = None
 
 
 class TableGroup:
@@ -92,6 +94,7 @@ class TableGroup:
             self.store.first_rows,
             options.strategies,
             device,
+            options.score_function,
         )
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.

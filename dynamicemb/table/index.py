@@ -39,7 +39,7 @@ STAMP_BYTES_PER_SLOT = 8
 
 
 # Fields of ``Index`` that are not tensors.
-_NUMBERS = ("bucket_capacity", "strategy", "counting", "has_stamps")
+_NUMBERS = ("bucket_capacity", "strategy", "score_function", "counting", "has_stamps")
 
 
 def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
@@ -72,6 +72,8 @@ class Index:
         counters: i64 ``[T, NUM_COUNTERS]``.
         bucket_capacity: slots of a bucket, a multiple of 16.
         strategy: the strategy of all tables, as ``common_strategy`` says, which the host knows without asking.
+        score_function: what ranks instead of the score, as ``score_function.translate`` returned it; all tables are
+            compound then.
         counting: COUNT_*: whether touches add to the score instead of replacing it in none, some or all tables.
         has_stamps: whether touches are stamped with their time.
     """
@@ -89,6 +91,7 @@ class Index:
     counters: torch.Tensor
     bucket_capacity: int
     strategy: int
+    score_function: str | None = None
     counting: int = field(init=False)
     has_stamps: bool = field(init=False)
 
@@ -104,6 +107,7 @@ class Index:
         first_rows: list[int],
         strategies: Sequence[int],
         device: torch.device,
+        score_function: str | None = None,
     ) -> "Index":
         """Make an empty index.
 
@@ -113,6 +117,7 @@ class Index:
             first_rows: row id of each table's first slot; slot ``i`` of table ``t`` owns row ``first_rows[t] + i``.
             strategies: SCORE_* of each table.
             device: where the tensors live.
+            score_function: see the attribute.
         """
         slots = sum(num_buckets) * bucket_capacity
 
@@ -141,13 +146,21 @@ class Index:
             counters=zeros(len(num_buckets), NUM_COUNTERS),
             bucket_capacity=bucket_capacity,
             strategy=common_strategy(strategies),
+            score_function=score_function,
         )
 
     @classmethod
-    def from_tensors(cls, tensors: list[torch.Tensor], bucket_capacity: int, strategy: int) -> "Index":
+    def from_tensors(
+        cls, tensors: list[torch.Tensor], bucket_capacity: int, strategy: int, score_function: str | None = None
+    ) -> "Index":
         """Return the index whose ``tensors()`` these are."""
         names = [f.name for f in fields(cls) if f.name not in _NUMBERS]
-        return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, strategy=strategy)
+        return cls(
+            **dict(zip(names, tensors, strict=True)),
+            bucket_capacity=bucket_capacity,
+            strategy=strategy,
+            score_function=score_function,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}

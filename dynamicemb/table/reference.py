@@ -5,6 +5,7 @@ hashes beyond which bucket an id belongs to and how ties are broken.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,6 +54,7 @@ class ReferenceTable:
         bucket_capacity: int,
         strategy: int,
         new_row: Callable[[int], tuple[np.ndarray, np.ndarray]],
+        rank: Callable[[float, float, float], float] | None = None,
     ):
         """Make an empty table.
 
@@ -61,10 +63,12 @@ class ReferenceTable:
             bucket_capacity: ids a bucket can hold.
             strategy: SCORE_*.
             new_row: initial ``(weights, state)`` of an id.
+            rank: of (stamp, score, now), ranks instead of the score.
         """
         self.bucket_capacity = bucket_capacity
         self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
         self.new_row = new_row
+        self.rank = rank
         self.buckets = [Bucket() for _ in range(num_buckets)]
         self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased"), 0)
 
@@ -110,7 +114,7 @@ class ReferenceTable:
             if entry is not None:
                 self._touch(entry, entry.score + amounts[i] if self.counts_occurrences else value, tag, now)
             else:
-                entry = self._place(key, oldest, evicted)
+                entry = self._place(key, oldest, now, evicted)
                 if entry is not None:
                     self._touch(entry, amounts[i] if self.counts_occurrences else value, tag, now)
             found[i] = entry
@@ -119,12 +123,19 @@ class ReferenceTable:
     def _touch(self, entry: Entry, score: int, tag: int, now: int) -> None:
         entry.score, entry.tag, entry.stamp = score, tag, now
 
-    def _place(self, key: int, oldest: int, evicted: list[tuple[int, Entry]]) -> Entry | None:
+    def _ranked(self, entry: Entry, now: int) -> tuple[bool, float]:
+        """Return what orders entries: not a number comes first."""
+        if self.rank is None:
+            return True, entry.score
+        value = self.rank(float(entry.stamp), float(entry.score), float(now))
+        return (False, 0.0) if math.isnan(value) else (True, value)
+
+    def _place(self, key: int, oldest: int, now: int, evicted: list[tuple[int, Entry]]) -> Entry | None:
         bucket = self.bucket(key)
         # Erased slots whose steps are over are as good as empty.
         bucket.ghosts = [tag for tag in bucket.ghosts if tag >= oldest]
         if len(bucket.entries) + len(bucket.ghosts) >= self.bucket_capacity:
-            candidates = [(e.score, mixed(k), k) for k, e in bucket.entries.items() if e.tag < oldest]
+            candidates = [(self._ranked(e, now), mixed(k), k) for k, e in bucket.entries.items() if e.tag < oldest]
             if not candidates:
                 self.counts["failed"] += 1
                 return None

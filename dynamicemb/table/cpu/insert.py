@@ -8,6 +8,7 @@ from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, grou
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
 from dynamicemb.table.cpu.probe import counts as table_counts
 from dynamicemb.table.cpu.probe import index_view, next_group, probe
+from dynamicemb.table.cpu.score_function import rank
 from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, Index
 from dynamicemb.table.results import InsertResult
@@ -170,7 +171,10 @@ def _free_slot(view, base, group):
 
 @njit
 def _lowest(view, base):
-    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a full bucket, or -1."""
+    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a full bucket, or -1.
+
+    With a score function, its result takes the place of the score.
+    """
     best = -1
     best_score = np.int64(0)
     best_hash = np.uint64(0)
@@ -178,6 +182,8 @@ def _lowest(view, base):
         if read_i32(view.tags, slot) >= view.oldest:
             continue
         score = read_i64(view.scores, slot)
+        if view.score_function != 0:
+            score = rank(view.score_function, read_i64(view.stamps, slot), score, view.now)
         if best >= 0 and score > best_score:
             continue
         h = mix(read_i64(view.keys, slot))

@@ -10,6 +10,7 @@ from numba import njit
 
 from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
+from dynamicemb.table.cpu.score_function import compile_score
 from dynamicemb.table.index import NOW, OLDEST, STEP, Index
 from dynamicemb.table.scores import SCORE_LFU
 
@@ -31,6 +32,7 @@ class IndexView(NamedTuple):
     step: int
     oldest: int
     now: int
+    score_function: int
 
 
 def index_view(index: Index) -> IndexView:
@@ -52,6 +54,8 @@ def index_view(index: Index) -> IndexView:
         int(clock[STEP]),
         int(clock[OLDEST]),
         int(clock[NOW]),
+        # 0 where there is none.
+        0 if index.score_function is None else compile_score(index.score_function).address,
     )
 
 

@@ -10,6 +10,7 @@ from dynamicemb.table.triton.hashing import digest_of, group_of, mix
 from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.philox import words_of
+from dynamicemb.table.triton.score_function import compile_score, ranks
 
 # A bucket of up to so many slots is held in registers while its leaders are placed: on an H200 that makes evictions
 # 17 % faster than reading it again for each. A larger one is looked at so many slots at a time.
@@ -59,8 +60,14 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
         "STEP_INDEX": STEP,
         "NOW_INDEX": NOW,
         "OLDEST_INDEX": OLDEST,
+        "FUNCTION": None,
     }
-    launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
+    if index.score_function is None:
+        launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
+    else:
+        # Products are rounded before they are added, as on the CPU.
+        constants["FUNCTION"] = compile_score(index.score_function)
+        launch(_insert_kernel, grid, args, constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -107,7 +114,8 @@ def _lowest(keys_ptr, score, tag, place, oldest, ALWAYS: tl.constexpr):
 
 @triton.jit
 def _choose(
-    keys_ptr, tags_ptr, scores_ptr, digest, tag, score, known, base, start, oldest, BUCKET: tl.constexpr
+    keys_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, base, start, oldest, now,
+    BUCKET: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Choose a slot in a bucket that is held in registers.
 
@@ -123,7 +131,7 @@ def _choose(
     crowded = tl.maximum(tl.max((digest == 1).to(tl.int32), 0), (first == BUCKET).to(tl.int32))
     if crowded > known:
         tl.debug_barrier()
-        tag, score = _tags_and_scores(tags_ptr, scores_ptr, place, lane < BUCKET)
+        tag, score = _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, place, lane < BUCKET, now, FUNCTION)
         known = crowded
         first = _first_free(digest, tag, order, oldest, BUCKET)
     slot = _wrapped(start + first, BUCKET)
@@ -137,7 +145,8 @@ def _choose(
 
 @triton.jit
 def _choose_in_large(
-    keys_ptr, digests_ptr, tags_ptr, scores_ptr, base, start, oldest, BUCKET: tl.constexpr, TILE: tl.constexpr
+    keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, now, BUCKET: tl.constexpr,
+    TILE: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Choose a slot in a bucket that is larger than a tile; returns the first four results of ``_choose``."""
     first = tl.full([], BUCKET, tl.int32)
@@ -153,9 +162,32 @@ def _choose_in_large(
     victim = tl.full([], 0, tl.int64)
     score = tl.full([], 0, tl.int64)
     if first == BUCKET:
-        slot, score = _lowest_in_large(keys_ptr, scores_ptr, tags_ptr, base, oldest, BUCKET, TILE)
+        slot, score = _lowest_in_large(
+            keys_ptr, scores_ptr, tags_ptr, stamps_ptr, base, oldest, now, BUCKET, TILE, FUNCTION
+        )
         victim = tl.load(keys_ptr + base + slot, mask=slot < BUCKET, other=0)
     return slot, first == BUCKET, victim, score
+
+
+@triton.jit
+def _choose_slot(
+    keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base, start, oldest,
+    now, BUCKET: tl.constexpr, TILE: tl.constexpr, FUNCTION: tl.constexpr,
+):  # fmt: skip
+    """Choose a slot; returns what ``_choose`` does, of which the last four are as they were for a large bucket."""
+    if TILE >= BUCKET:
+        slot, full, victim, victim_score, tag, score, known, crowded = _choose(
+            keys_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, base, start, oldest, now, BUCKET,
+            FUNCTION
+        )  # fmt: skip
+    else:
+        slot, full, victim, victim_score = _choose_in_large(
+            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, now, BUCKET, TILE, FUNCTION
+        )
+    if FUNCTION is not None:
+        # What is known of the victim is its rank.
+        victim_score = tl.load(scores_ptr + base + slot, mask=slot < BUCKET, other=0)
+    return slot, full, victim, victim_score, tag, score, known, crowded
 
 
 @triton.jit
@@ -165,28 +197,36 @@ def _wrapped(place, BUCKET: tl.constexpr):
 
 
 @triton.jit
-def _lowest_in_large(keys_ptr, scores_ptr, tags_ptr, base, oldest, BUCKET: tl.constexpr, TILE: tl.constexpr):
+def _lowest_in_large(
+    keys_ptr, scores_ptr, tags_ptr, stamps_ptr, base, oldest, now, BUCKET: tl.constexpr, TILE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+):  # fmt: skip
     """Return the slot in its bucket and the score ``_lowest`` asks for; slot BUCKET if all are protected."""
     slot = tl.full([], BUCKET, tl.int32)
-    slot_score = tl.full([], 0, tl.int64)
+    slot_score = tl.full([], 0, tl.uint64)
     slot_mixed = tl.full([], 0, tl.uint64)
     for begin in range(0, BUCKET, TILE):
         lane = begin + tl.arange(0, TILE)
-        tag, score = _tags_and_scores(tags_ptr, scores_ptr, base + lane, lane < BUCKET)
+        tag, score = _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, base + lane, lane < BUCKET, now, FUNCTION)
         first, low, mixed = _lowest(keys_ptr, score, tag, base + lane, oldest, True)
+        # Ranks order as unsigned integers; scores are not negative.
+        low = low.to(tl.uint64, bitcast=True)
         better = (low < slot_score) | ((low == slot_score) & (mixed < slot_mixed))
         better = (first < TILE) & ((slot == BUCKET) | better)
         slot = tl.where(better, begin + first, slot)
         slot_score = tl.where(better, low, slot_score)
         slot_mixed = tl.where(better, mixed, slot_mixed)
-    return slot, slot_score
+    return slot, slot_score.to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def _tags_and_scores(tags_ptr, scores_ptr, place, mask):
-    """Read tags and scores; what is masked reads as protected."""
+def _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, place, mask, now, FUNCTION: tl.constexpr):
+    """Read tags and scores, or with a score function their ranks; what is masked reads as protected."""
     tag = tl.load(tags_ptr + place, mask=mask, other=0x7FFFFFFF)
-    return tag, tl.load(scores_ptr + place, mask=mask, other=0)
+    score = tl.load(scores_ptr + place, mask=mask, other=0)
+    if FUNCTION is not None:
+        score = ranks(tl.load(stamps_ptr + place, mask=mask, other=0), score, now, FUNCTION)
+    return tag, score
 
 
 @triton.jit
@@ -271,9 +311,13 @@ def _insert_kernel(
     STEP_INDEX: tl.constexpr,
     NOW_INDEX: tl.constexpr,
     OLDEST_INDEX: tl.constexpr,
+    FUNCTION: tl.constexpr,
 ):
     step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
     oldest = tl.load(clock_ptr + OLDEST_INDEX).to(tl.int32)
+    now = oldest
+    if STAMPS:
+        now = tl.load(clock_ptr + NOW_INDEX)
     num_lists = tl.load(counts_ptr + 1) + 1
     stride = tl.num_programs(0)
     lane = tl.arange(0, TILE)
@@ -287,8 +331,7 @@ def _insert_kernel(
     digest = tl.full([TILE], 2, tl.uint8)
     tag = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     score = tl.full([TILE], 0, tl.int64)
-    known = tl.full([], 0, tl.int32)
-    crowded = tl.full([], 0, tl.int32)
+    known, crowded = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     while k >= 0:
         h = mix(key)
         start = group_of(h, BUCKET // 16).to(tl.int32) * 16
@@ -298,7 +341,9 @@ def _insert_kernel(
         if (TILE >= BUCKET) & (bucket != held):
             digest = tl.load(digests_ptr + base + lane, mask=lane < BUCKET, other=2)
             # Full buckets come together: where the last one needed tags and scores, this one is taken to do so too.
-            tag, score = _tags_and_scores(tags_ptr, scores_ptr, base + lane, lane < crowded * BUCKET)
+            tag, score = _tags_and_scores(
+                tags_ptr, scores_ptr, stamps_ptr, base + lane, lane < crowded * BUCKET, now, FUNCTION
+            )
             known, held = crowded, bucket
         ends = following < 0
         successor = tl.where(ends, upcoming, following)
@@ -308,21 +353,17 @@ def _insert_kernel(
             upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
         table = tl.load(leader_tables_ptr + k)
         entry_ptr = out_ptr + tl.load(positions_ptr + k)
-        if TILE >= BUCKET:
-            slot, full, victim, victim_score, tag, score, known, crowded = _choose(
-                keys_ptr, tags_ptr, scores_ptr, digest, tag, score, known, base, start, oldest, BUCKET
-            )
-        else:
-            slot, full, victim, victim_score = _choose_in_large(
-                keys_ptr, digests_ptr, tags_ptr, scores_ptr, base, start, oldest, BUCKET, TILE
-            )
+        slot, full, victim, victim_score, tag, score, known, crowded = _choose_slot(
+            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base, start,
+            oldest, now, BUCKET, TILE, FUNCTION
+        )  # fmt: skip
         placed = slot < BUCKET
         tl.store(victim_ids_ptr + k, victim, mask=placed & full)
         tl.store(victim_scores_ptr + k, victim_score, mask=placed & full)
         row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
         new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
         if STAMPS:
-            _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, tl.load(clock_ptr + NOW_INDEX), placed, full)
+            _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, now, placed, full)
         _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, base + slot, key, digest_of(h), new_score, step, placed)
         mine = placed & (lane == slot)
         digest = tl.where(mine, digest_of(h), digest)
