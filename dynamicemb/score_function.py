@@ -9,6 +9,7 @@ import ast
 import builtins
 import inspect
 import math
+import operator
 import textwrap
 import types
 from collections.abc import Callable
@@ -30,7 +31,12 @@ MATH_FUNCTIONS = {
     math.fabs: "abs",
     abs: "abs",
 }
-_OPERATORS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_OPERATORS: dict[type, tuple[str, Callable[[float, float], float]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}
 _COMPARISONS: dict[type, str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
@@ -126,7 +132,7 @@ class _Translator:
             if isinstance(target, ast.Name):
                 self._assign(target.id, self._number(node.value))
                 return
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Name) and node.value.id == self._scores:
+            if isinstance(target, ast.Tuple) and self._is_scores(node.value):
                 names = [element.id for element in target.elts if isinstance(element, ast.Name)]
                 if len(names) == len(target.elts) == len(self._columns):
                     self._locals.update(zip(names, self._columns, strict=True))
@@ -158,7 +164,7 @@ class _Translator:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             return self._power(node, self._number(node.left), self._number(node.right))
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return self._operation(node, _OPERATORS[type(node.op)])
+            return self._operation(node)
         if isinstance(node, ast.IfExp):
             condition = self._condition(node.test)
             if isinstance(condition, bool):
@@ -173,12 +179,12 @@ class _Translator:
     def _named(self, node: ast.Name | ast.Attribute) -> _Number:
         if isinstance(node, ast.Name) and node.id in self._locals:
             return self._locals[node.id]
-        if isinstance(node, ast.Name) and node.id == self._scores:
-            self._refuse(node, f"{node.id} must be indexed: {node.id}[0] or {node.id}[1]")
+        if self._is_scores(node):
+            self._refuse(node, f"{self._scores} must be indexed: {self._scores}[0] or {self._scores}[1]")
         value = self._object(node)
-        if not _is_number(value) or math.isnan(value):
+        if not _is_number(value):
             self._refuse(node, f"{ast.unparse(node)} is not a number that is known now")
-        return float(value)
+        return self._fold(node, lambda: value)
 
     def _object(self, node: ast.expr) -> Any:
         """Return what a name of an enclosing scope, or an attribute of ``math``, is; None if it is neither."""
@@ -188,19 +194,24 @@ class _Translator:
             return getattr(math, node.attr, None) if self._outer.get(node.value.id) is math else None
         return None
 
+    def _is_scores(self, node: ast.expr) -> bool:
+        """Return whether an expression is the first parameter, and not something that has taken its name."""
+        return isinstance(node, ast.Name) and node.id == self._scores and node.id not in self._locals
+
     def _score(self, node: ast.Subscript) -> _Number:
         index = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        if not isinstance(node.value, ast.Name) or node.value.id != self._scores or node.value.id in self._locals:
+        if not self._is_scores(node.value):
             self._refuse(node, f"only {self._scores} can be indexed")
         if type(index) is not int or index not in (0, 1):
             self._refuse(node, f"the index of {self._scores} must be 0 or 1")
         return self._columns[index]
 
-    def _operation(self, node: ast.BinOp, operator: str) -> _Number:
+    def _operation(self, node: ast.BinOp) -> _Number:
+        symbol, compute = _OPERATORS[type(node.op)]
         left, right = self._number(node.left), self._number(node.right)
         if isinstance(left, float) and isinstance(right, float):
-            return self._fold(node, lambda: eval(f"a {operator} b", {"a": left, "b": right}))
-        return f"({_text(left)} {operator} {_text(right)})"
+            return self._fold(node, lambda: compute(left, right))
+        return f"({_text(left)} {symbol} {_text(right)})"
 
     def _fold(self, node: ast.AST, compute: Callable[[], Any]) -> float:
         """Compute a constant now."""
@@ -255,11 +266,11 @@ class _Translator:
         """Translate an expression that is true or false."""
         if isinstance(node, ast.Constant) and isinstance(node.value, bool):
             return node.value
-        if isinstance(node, ast.Compare) and all(type(operator) in _COMPARISONS for operator in node.ops):
+        if isinstance(node, ast.Compare) and all(type(op) in _COMPARISONS for op in node.ops):
             values = [self._number(value) for value in (node.left, *node.comparators)]
             parts = []
-            for left, operator, right in zip(values, node.ops, values[1:], strict=False):
-                parts.append(f"({_text(left)} {_COMPARISONS[type(operator)]} {_text(right)})")
+            for left, op, right in zip(values, node.ops, values[1:], strict=False):
+                parts.append(f"({_text(left)} {_COMPARISONS[type(op)]} {_text(right)})")
             return f"({' & '.join(parts)})"
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             condition = self._condition(node.operand)

@@ -38,7 +38,7 @@ SCORES = {
 
 def decayed(scores, cur_timestamp):
     """Rank by frequency and, as steps are milliseconds apart, by age about as much."""
-    return math.log(scores[0]) - (cur_timestamp - scores[1]) * 1e-7
+    return math.log(max(scores[0], 1)) - (cur_timestamp - scores[1]) * 1e-7
 
 
 def rank(stamp, count, now):
