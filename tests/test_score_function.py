@@ -322,9 +322,9 @@ def test_c16_buckets_of_any_size_evict_by_the_function(
     ids = torch.arange(20, device="cpu") * 7919
     for step in range(4):
         twins.advance()
-        mine = torch.cat([ids + 10**6 * step, ids[:7] + 10**6 * step, ids[:3]])
+        mine = torch.cat([ids + 10**6 * step, ids[:14] + 10**6 * step, ids[:3]])
         for side, more in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
-            side.lookup(mine, torch.tensor([0, 30], device="cpu"), None, **more)
+            side.lookup(mine, torch.tensor([0, 37], device="cpu"), None, **more)
         twins.assert_equal()
     assert twins.cpu.index.counters[0, EVICTED] >= 30
 
