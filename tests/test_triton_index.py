@@ -326,3 +326,29 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
         assert torch.equal(rows.cpu(), expected)
         twins.gpu.index.clock[NOW] = twins.cpu.index.clock[NOW]
         twins.assert_equal()
+
+
+def test_c10_a_rebuild_moves_scores_and_stamps_with_their_ids(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [48], 48, SCORE_COMPOUND)
+    ids = torch.arange(48).repeat_interleave(torch.arange(48) % 3 + 1)
+    for part in ids.split(24):
+        twins.advance()
+        for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
+            side.lookup(part, torch.tensor([0, part.numel()]), None, **options)
+    twins.advance()
+    for side in (twins.cpu, twins.gpu):
+        side.call("erase", torch.arange(0, 48, 2), torch.tensor([0, 24]))
+        old = slots_of_ids(side)
+        side.call("rebuild", 0)
+        new = slots_of_ids(side)
+        assert old.keys() == new.keys() == set(range(1, 48, 2))
+        assert sum(old[key][0] != new[key][0] for key in old) > 5
+        assert {key: entry[1:] for key, entry in old.items()} == {key: entry[1:] for key, entry in new.items()}
+    twins.assert_equal()
+
+
+def slots_of_ids(side) -> dict[int, tuple[int, int, int]]:
+    """Return slot, score and stamp of every resident id."""
+    slots = side.call("scan", 0).to(side.device)
+    columns = [slots, side.index.scores[slots], side.index.stamps[slots]]
+    return dict(zip(side.index.keys[slots].tolist(), zip(*(c.tolist() for c in columns)), strict=True))
