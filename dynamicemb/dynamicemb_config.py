@@ -2,6 +2,7 @@
 
 import enum
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
 from numbers import Integral, Real
@@ -32,6 +33,7 @@ from dynamicemb.capacity import (
     state_offset_bytes,
     torch_to_dyn_emb,
 )
+from dynamicemb.score_function import translate
 from dynamicemb.score_strategy import (
     DYNAMICEMB_CSTM_SCORE_CHECK,
     DynamicEmbEvictStrategy,
@@ -185,8 +187,9 @@ class DynamicEmbTableOptions:
         caching: use GPU memory as a cache of host rows (planned).
         init_capacity: rows at the start; None: ``max_capacity``. Fewer than ``max_capacity`` are (planned).
         max_load_factor: share of used slots, in (0, 1], above which the table grows; without effect until tables grow.
-        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order (planned); None: not a
-            dynamic table. Tables of one module must agree.
+        score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order: the frequency ranks, the
+            time of the last touch is kept beside it, for 8 more bytes per row. None: not a dynamic table. A module may
+            have tables of several strategies; TorchRec gives them to several modules.
         bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket. Tables of one
             module must agree.
         safe_check_mode: what happens when ids find no slot; ERROR and WARNING are (planned).
@@ -197,6 +200,12 @@ class DynamicEmbTableOptions:
         admit_strategy: decides which new ids get a row (planned).
         admission_counter: counts the ids that have none (planned).
         protect_steps: number of past steps whose ids may not be evicted. Tables of one module must agree.
+        score_function: ``def f(scores, cur_timestamp) -> float`` that ranks the ids of a compound table: the lowest
+            result is evicted first, NaN before all. All numbers are float64: ``scores`` in the order of
+            ``score_strategy``, and the time of the step in Unix nanoseconds. It is compiled from its source, so it is a
+            ``def`` in a file, of assignments, arithmetic, comparisons, conditional expressions, ``min``, ``max``,
+            ``abs``, functions of ``math``, and numbers of the scopes around it as they are now. Tables of one module
+            must agree.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -221,6 +230,7 @@ class DynamicEmbTableOptions:
     admit_strategy: AdmissionStrategy | None = None
     admission_counter: Any = None
     protect_steps: int = 0
+    score_function: Callable[..., float] | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -238,6 +248,13 @@ class DynamicEmbTableOptions:
             self.score_strategy = normalize_score_strategy(self.score_strategy)
         self._validate_types()
         self._validate_sizes()
+        if self.score_function is not None:
+            if not isinstance(self.score_strategy, tuple):
+                raise ValueError(
+                    f"score_function ranks two scores, but score_strategy is {self.score_strategy!r}; "
+                    "use (TIMESTAMP, LFU) or (LFU, TIMESTAMP)"
+                )
+            translate(self.score_function, self.score_strategy)
         if self.eval_initializer_args.mode is not DynamicEmbInitializerMode.CONSTANT:
             raise ValueError(
                 f"eval_initializer_args must have mode CONSTANT, got {self.eval_initializer_args.mode.name}; "
@@ -312,6 +329,7 @@ class DynamicEmbTableOptions:
             # One index serves a module: its buckets are equally large, its steps are the same.
             "bucket_capacity": self.bucket_capacity,
             "protect_steps": self.protect_steps,
+            "score_function": self.score_function,
         }
 
     def __eq__(self, other: object) -> bool:
@@ -334,9 +352,6 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
     if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
-    if isinstance(options.score_strategy, tuple):
-        names = ", ".join(strategy.name for strategy in options.score_strategy)
-        messages.append(f"score_strategy=({names}): one score per id in this version; use LFU or TIMESTAMP")
     if options.safe_check_mode is not DynamicEmbCheckMode.IGNORE:
         messages.append(
             f"safe_check_mode={options.safe_check_mode.name}: failed inserts are only counted; use IGNORE and stats()"

@@ -4,6 +4,7 @@ Two tables share one module (three features, mixed dims), small enough that most
 outstanding; their backward comes later, never, or after an erase took the row away.
 """
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.cpu.initialize import initial_values
+from dynamicemb.table.index import NOW
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.reference import Entry, ReferenceTable
-from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from tests.tables import UNIFORM, device_of, use_backend
 
 INT64 = np.iinfo(np.int64)
@@ -30,7 +32,17 @@ SCORES = {
     SCORE_STEP: DynamicEmbScoreStrategy.STEP,
     SCORE_CUSTOMIZED: DynamicEmbScoreStrategy.CUSTOMIZED,
     SCORE_LFU: DynamicEmbScoreStrategy.LFU,
+    SCORE_COMPOUND: (DynamicEmbScoreStrategy.LFU, DynamicEmbScoreStrategy.TIMESTAMP),
 }
+
+
+def decayed(scores, cur_timestamp):
+    """Rank by frequency and, as steps are milliseconds apart, by age about as much."""
+    return math.log(max(scores[0], 1)) - (cur_timestamp - scores[1]) * 1e-7
+
+
+def rank(stamp, count, now):
+    return decayed((count, stamp), now)
 
 
 @dataclass
@@ -56,13 +68,17 @@ class TableMachine(RuleBasedStateMachine):
     failing_examples = 0
 
     @initialize(
-        strategy=st.sampled_from(sorted(SCORES)),
+        strategies=st.lists(st.sampled_from(sorted(SCORES)), min_size=2, max_size=2) | st.just([SCORE_COMPOUND] * 2),
+        with_function=st.booleans(),
         protect_steps=st.sampled_from([0, 0, 0, 1]),
         adagrad=st.booleans(),
         warm_up=st.sampled_from([4, 4, 4, 4, 4, 4, 4, 4, 4, 0]),
     )
-    def construct(self, strategy: int, protect_steps: int, adagrad: bool, warm_up: int) -> None:
-        self.strategy, self.protect_steps = strategy, protect_steps
+    def construct(
+        self, strategies: list[int], with_function: bool, protect_steps: int, adagrad: bool, warm_up: int
+    ) -> None:
+        function = decayed if with_function and min(strategies) == SCORE_COMPOUND else None
+        self.strategies, self.protect_steps = strategies, protect_steps
         options = [
             DynamicEmbTableOptions(
                 dim=dim,
@@ -71,8 +87,9 @@ class TableMachine(RuleBasedStateMachine):
                 score_strategy=SCORES[strategy],
                 initializer_args=UNIFORM,
                 protect_steps=protect_steps,
+                score_function=function,
             )
-            for dim, capacity in zip(DIMS, self.capacities, strict=True)
+            for dim, capacity, strategy in zip(DIMS, self.capacities, strategies, strict=True)
         ]
         self.learning_rate = 0.5
         self.adagrad = adagrad
@@ -90,11 +107,11 @@ class TableMachine(RuleBasedStateMachine):
         use_backend(group, self.backend)
         self.initializers = InitializerTable.create([UNIFORM] * 2, ["a", "b"], 3, torch.device("cpu"))
         self.oracles = [
-            ReferenceTable(c // 16, 16, strategy, lambda key, t=t: self.new_row(t, key))
+            ReferenceTable(c // 16, 16, strategies[t], lambda key, t=t: self.new_row(t, key), function and rank)
             for t, c in enumerate(self.capacities)
         ]
-        if strategy == SCORE_CUSTOMIZED:
-            self.module.set_score({"a": 3, "b": 5})
+        self.customized = ["ab"[t] for t in range(2) if strategies[t] == SCORE_CUSTOMIZED]
+        self.module.set_score(dict.fromkeys(self.customized, 3))
         self.step = 0
         self.pending: list[Pending] = []
         self.dropped = [0, 0]
@@ -152,13 +169,14 @@ class TableMachine(RuleBasedStateMachine):
         self.step += 1
         oldest = max(1, min([self.step, *(p.number for p in self.pending)]) - self.protect_steps)
         values = self.module.tables.index.score_values.tolist()
+        now = int(self.module.tables.index.clock[NOW])
         entries: list[list[Entry | None]] = [[] for _ in bags]
         for t, oracle in enumerate(self.oracles):
             mine = [k for k in range(len(bags)) if self.table_of_bag(k) == t]
             begin = sum(len(bag) for bag in bags[: mine[0]])
             keys = [key for k in mine for key in bags[k]]
             part = None if frequencies is None else frequencies[begin : begin + len(keys)]
-            found, _ = oracle.lookup(keys, part, values[t], self.step, oldest)
+            found, _ = oracle.lookup(keys, part, values[t], self.step, oldest, now)
             for k in mine:
                 entries[k], found = found[: len(bags[k])], found[len(bags[k]) :]
         self.check_output(output, entries)
@@ -194,7 +212,7 @@ class TableMachine(RuleBasedStateMachine):
     def train(self, data: st.DataObject) -> None:
         self.backward(self.forward(data.draw(self.batches())))
 
-    @precondition(lambda self: self.strategy == SCORE_LFU)
+    @precondition(lambda self: max(self.strategies) >= SCORE_LFU)
     @rule(data=st.data(), seed=st.integers(0, 999))
     def train_with_frequencies(self, data: st.DataObject, seed: int) -> None:
         bags = data.draw(self.batches())
@@ -239,12 +257,12 @@ class TableMachine(RuleBasedStateMachine):
         count = self.module.erase("ab"[table], torch.tensor(ids, dtype=torch.int64))
         assert count == self.oracles[table].erase(ids)
 
-    @precondition(lambda self: self.strategy == SCORE_CUSTOMIZED)
+    @precondition(lambda self: self.customized)
     @rule(a=st.integers(1, 9), b=st.integers(1, 9))
     def set_score(self, a: int, b: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.module.set_score({"a": a, "b": b})
+            self.module.set_score({name: score for name, score in (("a", a), ("b", b)) if name in self.customized})
 
     @rule(rate=st.sampled_from([0.25, 0.5, 1.0]))
     def set_learning_rate(self, rate: float) -> None:
@@ -262,9 +280,12 @@ class TableMachine(RuleBasedStateMachine):
             entries = oracle.entries()
             assert sorted(ids) == sorted(entries)
             weights, state = group.read(t, group.index.rows[slots])
-            scores = group.index.scores[slots].tolist()
+            exported, scores = self.module.export_scores(name, "cpu")
+            assert exported.tolist() == ids
+            compound = self.strategies[t] == SCORE_COMPOUND
             for i, key in enumerate(ids):
-                assert scores[i] == entries[key].score, f"score of {key}"
+                expected = [entries[key].score, entries[key].stamp] if compound else entries[key].score
+                assert scores[i].tolist() == expected, f"score of {key}"
                 self.check_floats(weights[i].cpu().numpy(), entries[key].weights)
                 self.check_floats(state[i].cpu().numpy(), entries[key].state)
             assert {n: stats[name][n] for n in oracle.counts} == oracle.counts

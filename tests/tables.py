@@ -1,6 +1,7 @@
 """Groups of tables for tests, on any backend."""
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -47,17 +48,21 @@ def make_group(
     capacities: list[int],
     dims: list[int] | None = None,
     bucket_capacity: int = 16,
-    strategy: int = SCORE_TIMESTAMP,
+    strategy: int | Sequence[int] = SCORE_TIMESTAMP,
     **options: object,
 ) -> TableGroup:
-    """Make a group of small tables with uniform initial values in +-1 and no optimizer state."""
+    """Make a group of small tables with uniform initial values in +-1 and no optimizer state.
+
+    Strategies are one for all tables, or one for each.
+    """
+    strategies = (strategy,) * len(capacities) if isinstance(strategy, int) else tuple(strategy)
     names = [f"t{t}" for t in range(len(capacities))]
     group = TableGroup(
         names,
         capacities,
         [RowFormat(dim, 0) for dim in dims or [4] * len(capacities)],
         InitializerTable.create([UNIFORM] * len(capacities), names, SEED, device_of(backend)),
-        GroupOptions(bucket_capacity, torch.float32, strategy, SEED, **options),
+        GroupOptions(bucket_capacity, torch.float32, strategies, SEED, **options),
         device_of(backend),
     )
     use_backend(group, backend)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from dynamicemb.table.index import NOW
 from dynamicemb.table.layout import fmix64, locate
 from dynamicemb.table.reference import ReferenceTable
-from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from tests.tables import make_group, ranges
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
@@ -19,45 +20,63 @@ def oracle(num_buckets: int, bucket_capacity: int, strategy: int) -> ReferenceTa
     return ReferenceTable(num_buckets, bucket_capacity, strategy, lambda key: (empty, empty))
 
 
-def resident(group, table: int) -> dict[int, int]:
-    """Return the ids and scores of a table."""
+def resident(group, table: int) -> dict[int, tuple[int, int]]:
+    """Return the ids, scores and stamps (0 where there are none) of a table."""
     slots = group.scan(table)
-    return dict(zip(group.index.keys[slots].tolist(), group.index.scores[slots].tolist(), strict=True))
+    scores = group.index.scores[slots].tolist()
+    stamps = group.index.stamps[slots].tolist() if group.index.has_stamps else [0] * len(scores)
+    return dict(zip(group.index.keys[slots].tolist(), zip(scores, stamps, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_STEP, SCORE_CUSTOMIZED, SCORE_LFU])
-def test_c07_random_batches_equal_the_oracle(backend: str, strategy: int) -> None:
-    rng = np.random.default_rng(strategy)
+STRATEGIES = [
+    *((strategy, strategy) for strategy in range(SCORE_COMPOUND + 1)),
+    (SCORE_STEP, SCORE_TIMESTAMP),
+    (SCORE_LFU, SCORE_CUSTOMIZED),
+    (SCORE_TIMESTAMP, SCORE_COMPOUND),
+    (SCORE_COMPOUND, SCORE_LFU),
+]
+
+
+@pytest.mark.parametrize("strategies", STRATEGIES)
+def test_c07_random_batches_equal_the_oracle(backend: str, strategies: tuple[int, int]) -> None:
+    rng = np.random.default_rng(strategies)
     cases = (40, 60) if backend == "cpu" else (6, 40)
     capacities = [48, 16]
-    group = make_group(backend, capacities, strategy=strategy)
-    oracles = [oracle(c // 16, 16, strategy) for c in capacities]
+    group = make_group(backend, capacities, strategy=strategies)
+    oracles = [oracle(c // 16, 16, strategy) for c, strategy in zip(capacities, strategies, strict=True)]
+    num_evicted = 0
     for step in range(cases[0]):
         sizes = [int(rng.integers(0, cases[1])), int(rng.integers(cases[1] // 3, cases[1]))]
         ids = [rng.choice(np.concatenate([EXTREME, np.arange(70)]), n).astype(np.int64) for n in sizes]
         frequencies = torch.tensor(rng.integers(1, 5, sum(sizes)))
-        if strategy == SCORE_CUSTOMIZED:
-            group.set_score(0, int(rng.integers(1, 9)))
-            group.set_score(1, int(rng.integers(1, 9)))
+        for t in range(2):
+            if strategies[t] == SCORE_CUSTOMIZED:
+                group.set_score(t, int(rng.integers(1, 9)))
         token = group.begin_step()
         batch = torch.tensor(np.concatenate(ids))
         counts = frequencies if step % 2 else None
         rows, events = group.find_or_insert(batch, ranges(*sizes), counts)
-        evicted = list(zip(events.result().evicted_ids.tolist(), events.result().evicted_scores.tolist(), strict=True))
+        result = events.result()
+        evicted = list(zip(result.evicted_ids.tolist(), result.evicted_scores.tolist(), strict=True))
+        now = int(group.index.clock[NOW]) if group.index.has_stamps else 0
         begin = 0
         expected_evicted = []
         for t, keys in enumerate(ids):
             part = counts[begin : begin + len(keys)].tolist() if counts is not None else None
             value = int(group.index.score_values[t])
-            entries, out = oracles[t].lookup(keys.tolist(), part, value, token.number, token.number)
+            entries, out = oracles[t].lookup(keys.tolist(), part, value, token.number, token.number, now)
             expected_evicted += out
             failed = (rows[begin : begin + len(keys)] < 0).tolist()
             assert failed == [entry is None for entry in entries]
-            assert resident(group, t) == {key: entry.score for key, entry in oracles[t].entries().items()}
+            assert resident(group, t) == {key: (e.score, e.stamp) for key, e in oracles[t].entries().items()}
             begin += len(keys)
-        assert evicted == expected_evicted
+        assert evicted == [(key, entry.score) for key, entry in expected_evicted]
+        if group.index.has_stamps:
+            assert result.evicted_stamps.tolist() == [entry.stamp for _, entry in expected_evicted]
+        num_evicted += len(evicted)
         token.finish()
         group.check_invariants()
+    assert num_evicted > 0
     stats = group.stats()
     for t in range(2):
         assert {name: stats[f"t{t}"][name] for name in oracles[t].counts} == oracles[t].counts

@@ -8,6 +8,7 @@ import torch
 from dynamicemb import DynamicEmbScoreStrategy as Score
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.index import STEP
+from dynamicemb.table.reference import mixed
 from dynamicemb.table.steps import REBASE_AT
 from tests.lookups import (
     EXTREME,
@@ -141,7 +142,69 @@ def test_c10_lfu_counts_are_exact(dtype: torch.dtype) -> None:
     assert scores(module)[1] == expected["a", 1] and module.get_score() == {"a": 1, "b": 1}
 
 
-@pytest.mark.parametrize("strategy", [Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU])
+COMPOUND = (Score.LFU, Score.TIMESTAMP)
+
+
+def test_c10_tables_of_one_module_have_strategies_of_their_own() -> None:
+    strategies = [Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU, COMPOUND]
+    module = make_module([options(score_strategy=strategy) for strategy in strategies])
+    with pytest.raises(ValueError, match="CUSTOMIZED, which table 'd' does not have"):
+        module.set_score({"c": 7, "d": 7})
+    with pytest.raises(DynamicEmbError, match="table c has no score"):
+        module(*batch([1], [1], [1], [1], [1]))
+    module.set_score({"c": 7})
+    begin = time.time_ns()
+    for step in range(3):
+        counts = torch.tensor([5, 6] * 5) if step == 2 else None
+        module(*batch(*[[1, 1]] * 5), frequency_counters=counts)
+    got = {name: score_of(module, name, 1) for name in "abcde"}
+    assert begin < got.pop("a") <= time.time_ns()
+    assert got == {"b": 3, "c": 7, "d": 15, "e": 15}
+    module.insert("b", torch.tensor([1]), torch.zeros(1, 4))
+    module.insert("d", torch.tensor([1]), torch.zeros(1, 4))
+    assert (score_of(module, "b", 1), score_of(module, "d", 1)) == (3, 16)
+    threshold = module.get_score()
+    assert threshold["a"] == threshold["e"] > begin
+    assert [threshold[name] for name in "bcd"] == [4, 7, 1]
+
+
+@pytest.mark.parametrize("strategy", [COMPOUND, COMPOUND[::-1]])
+def test_c10_compound_scores_are_exported_in_the_order_of_the_tuple(strategy: tuple) -> None:
+    module = make_module([options(score_strategy=strategy)] * 2)
+    module(*batch([1, 1, 2], [9]))
+    threshold = module.get_score()["a"]
+    module(*batch([2, 3, 3, 3], []))
+    ids, scores = module.export_scores("a", "cpu")
+    time_column = strategy.index(Score.TIMESTAMP)
+    got = dict(zip(ids.tolist(), scores.tolist(), strict=True))
+    assert {key: row[1 - time_column] for key, row in got.items()} == {1: 2, 2: 2, 3: 3}
+    assert got[1][time_column] < threshold <= got[2][time_column] == got[3][time_column]
+    late = module.tables.index.keys[module.tables.scan(0, threshold)]
+    assert sorted(late.tolist()) == [2, 3]
+    before = snapshot(module)
+    module.eval()(*batch([1, 7], [9]))
+    assert_unchanged(module, before)
+
+
+def test_c10_a_compound_table_evicts_the_least_frequent_and_reports_both_scores() -> None:
+    module = make_module([options(capacity=16, score_strategy=COMPOUND), options(capacity=16)])
+    module(*batch([key for key in range(16) for _ in range(16 - key)], [1]))
+    stamp = int(module.export_scores("a", "cpu")[1][0, 1])
+    module(*batch([15, 15, 14], [1]))
+    group = module.tables
+    step = group.begin_step()
+    result = group.find_or_insert(torch.tensor([100, 101]), torch.tensor([0, 2, 2]))[1].result()
+    step.finish()
+    # 13 has 3 occurrences, and so have 14 and 15 now.
+    victims = sorted((13, 14, 15), key=mixed)[:2]
+    assert result.evicted_ids.tolist() == victims and result.evicted_scores.tolist() == [3, 3]
+    assert [s > stamp for s in result.evicted_stamps.tolist()] == [key > 13 for key in victims]
+    ids, scores = module.export_scores("a", "cpu")
+    assert {100, 101} < set(ids.tolist())
+    assert scores[ids >= 100][:, 0].tolist() == [1, 1] and bool((scores[ids >= 100][:, 1] > stamp).all())
+
+
+@pytest.mark.parametrize("strategy", [Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU, COMPOUND])
 def test_c07_the_lowest_score_is_evicted_and_the_newcomer_wins(strategy: Score) -> None:
     module = make_module([options(capacity=16, score_strategy=strategy)])
     if strategy is Score.CUSTOMIZED:
@@ -156,7 +219,7 @@ def test_c07_the_lowest_score_is_evicted_and_the_newcomer_wins(strategy: Score) 
             module.set_score({"a": 1})
     for k, victim in enumerate([0, 15, 14]):
         # With LFU and the lowest custom score, the newcomer itself is the next victim: touch it often.
-        more = [100 + k] * (50 if strategy is Score.LFU else 1)
+        more = [100 + k] * (50 if strategy in (Score.LFU, COMPOUND) else 1)
         if strategy is Score.CUSTOMIZED:
             module.set_score({"a": 1000 + k})
         module(*bag_per_id(more))
@@ -230,6 +293,14 @@ def test_c20_memory_usage_is_what_the_tensors_hold(optimizer: str, dtype: torch.
         exact += c * ((weights + 4 * state + 15) // 16 * 16)
     assert exact <= usage["rows"] <= exact + 128
     assert 25 * 160 <= usage["index"] <= 25 * 160 + 1024
+
+
+def test_c20_a_compound_table_adds_8_bytes_for_each_slot_of_its_module() -> None:
+    plain = make_module([options(4, 1600)] * 2).memory_usage()["index"]
+    for order in (COMPOUND, COMPOUND[::-1]):
+        assert make_module([options(4, 1600), options(4, 1600, score_strategy=order)]).memory_usage()["index"] == (
+            plain + 8 * 3200
+        )
 
 
 def test_representation_and_attributes_describe_the_module() -> None:

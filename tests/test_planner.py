@@ -19,7 +19,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.types import DataType
 
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
-from dynamicemb.dynamicemb_config import MAX_BUCKET_CAPACITY, DynamicEmbTableOptions
+from dynamicemb.dynamicemb_config import (
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    ScoreStrategy,
+)
 from dynamicemb.get_planner import get_planner
 from dynamicemb.planner import (
     DynamicEmbeddingEnumerator,
@@ -98,17 +103,22 @@ def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacit
     assert table_options_on_rank(config(num_embeddings=num_embeddings), options, world_size).max_capacity == capacity
 
 
-def test_c20_planned_memory_equals_allocated_memory() -> None:
-    options = table_options_on_rank(config(num_embeddings=3000, dim=5), DynamicEmbTableOptions(), 2)
+@pytest.mark.parametrize(
+    ("strategy", "per_slot"),
+    [(DynamicEmbScoreStrategy.LFU, 25), ((DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU), 33)],
+)
+def test_c20_planned_memory_equals_allocated_memory(strategy: ScoreStrategy, per_slot: int) -> None:
+    given = DynamicEmbTableOptions(score_strategy=strategy)
+    options = table_options_on_rank(config(num_embeddings=3000, dim=5), given, 2)
     memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu")
     module = BatchedDynamicEmbeddingTablesV2([options], ["t"], optimizer=EmbOptimType.ADAM, device="cpu")
     used = module.memory_usage()
     assert memory.num_slots == 1536
-    assert memory.index_bytes + memory.score_bytes == 25 * 1536
+    assert memory.index_bytes + memory.score_bytes == per_slot * 1536
     assert memory.state_bytes == 2 * 5 * 4 * 1536
     assert memory.row_bytes + memory.state_bytes == 64 * 1536
     # Counters, clock and chunk rounding.
-    assert 0 <= used["index"] - 25 * 1536 < 4096
+    assert 0 <= used["index"] - per_slot * 1536 < 4096
     assert used["rows"] >= 64 * 1536
 
 

@@ -9,10 +9,10 @@ import torch
 
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
-from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from dynamicemb.table.triton.missing import Missing
 from tests.conftest import reason_to_skip
-from tests.twins import EXTREME, TENSORS, Twins, draw
+from tests.twins import EXTREME, TENSORS, Twins, draw, strategies_of
 
 
 @pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -48,9 +48,21 @@ CASES = [
     (SCORE_STEP, 1, 48, 2),
     (SCORE_CUSTOMIZED, 3, 16, 2),
     (SCORE_LFU, 2, 32, 2),
+    (SCORE_COMPOUND, 2, 32, 2),
+    ((SCORE_STEP, SCORE_TIMESTAMP), 2, 16, 2),
+    ((SCORE_LFU, SCORE_CUSTOMIZED, SCORE_TIMESTAMP), 3, 16, 2),
+    ((SCORE_COMPOUND, SCORE_STEP, SCORE_LFU), 3, 32, 1),
 ]
-CUDA_CASES = [(s, t, *shape) for s in range(4) for t in (1, 10, 100) for shape in ((16, 5), (48, 3), (128, 2))]
-CUDA_CASES += [(s, 2, *shape) for s in range(4) for shape in ((112, 7), (512, 1), (1024, 2), (4096, 1))]
+EVERY = (SCORE_COMPOUND, *range(SCORE_COMPOUND))
+CUDA_CASES = [
+    (s, t, *shape)
+    for s in (*range(SCORE_COMPOUND + 1), EVERY)
+    for t in (1, 10, 100)
+    for shape in ((16, 5), (48, 3), (128, 2))
+]
+CUDA_CASES += [
+    (s, 2, *shape) for s in (*range(SCORE_COMPOUND + 1), EVERY) for shape in ((112, 7), (512, 1), (1024, 2), (4096, 1))
+]
 
 
 def sizes_of(rng: np.random.Generator, tables: int, slots: int, on_gpu: bool) -> list[int]:
@@ -71,7 +83,7 @@ def test_c16_in_batch_order_every_byte_is_the_cpus_on_many_shapes(case: tuple) -
     run_in_order("cuda", case, 12)
 
 
-@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_LFU])
+@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_LFU, SCORE_COMPOUND])
 @pytest.mark.parametrize("tile", [16, 1024])
 def test_c16_full_buckets_equal_the_cpus_whole_or_by_tiles(
     backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch, strategy: int, tile: int
@@ -94,13 +106,13 @@ def test_c16_full_buckets_equal_the_cpus_whole_or_by_tiles(
 def run_in_order(backend: str, case: tuple, steps: int) -> None:
     strategy, tables, bucket_capacity, buckets = case
     on_gpu = backend == "cuda"
-    rng = np.random.default_rng(sum(case))
+    rng = np.random.default_rng([*np.atleast_1d(strategy), *case[1:]])
     slots = bucket_capacity * buckets
     twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [slots] * tables, bucket_capacity, strategy)
     for step in range(steps):
         twins.advance(lag=int(rng.integers(0, 3)))
-        if strategy == SCORE_CUSTOMIZED:
-            twins.set_scores(torch.from_numpy(rng.integers(1, 9, tables)))
+        customized = torch.tensor(strategies_of(strategy, tables)) == SCORE_CUSTOMIZED
+        twins.set_scores(customized, torch.from_numpy(rng.integers(1, 9, tables)))
         ids, table_ranges = draw(rng, sizes_of(rng, tables, slots, on_gpu), 4 * slots if on_gpu else slots + 20)
         frequencies = torch.from_numpy(rng.integers(1, 5, ids.numel())) if step % 2 else None
         expected = twins.cpu.lookup(ids, table_ranges, frequencies)
@@ -121,7 +133,7 @@ def run_in_order(backend: str, case: tuple, steps: int) -> None:
     assert counters[FAILED] > 0 or not on_gpu
 
 
-@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_LFU])
+@pytest.mark.parametrize("strategy", [SCORE_TIMESTAMP, SCORE_LFU, SCORE_COMPOUND])
 def test_c07_any_order_leaves_the_same_ids_and_scores(backend: str, on_gpu: bool, strategy: int) -> None:
     rng = np.random.default_rng(strategy)
     tables, bucket_capacity, buckets = (10, 128, 40) if on_gpu else (2, 32, 2)
@@ -220,7 +232,7 @@ def test_c03_no_ids_at_all(backend: str, on_gpu: bool) -> None:
     none, table_ranges = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     for deterministic in (False, True):
         rows, result = twins.gpu.lookup(none, table_ranges, None, deterministic=deterministic)
-        assert rows.numel() == 0 and [x.numel() for x in result] == [0, 0, 0, 0]
+        assert rows.numel() == 0 and [x.numel() for x in result] == [0] * 5
     assert twins.gpu.call("find", none, table_ranges, True).numel() == 0
     assert twins.gpu.call("erase", none, table_ranges).numel() == 0
     assert twins.gpu.call("scan", 1).numel() == 0
@@ -252,17 +264,22 @@ def test_scan_lists_what_has_at_least_a_score(backend: str, on_gpu: bool) -> Non
 
 
 def test_c10_a_step_advances_the_clock_on_unix_time(backend: str, on_gpu: bool) -> None:
-    for tables, strategy in ((1, SCORE_TIMESTAMP), (3, SCORE_STEP), (10, SCORE_LFU)):
+    for tables, strategy in ((1, SCORE_TIMESTAMP), (3, SCORE_STEP), (10, SCORE_LFU), (10, EVERY)):
         twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [16] * tables, 16, strategy)
         last = 0
         for step in range(1, 300 if on_gpu else 4):
-            twins.gpu.kernels.advance(twins.gpu.index, 2, strategy)
+            twins.gpu.kernels.advance(twins.gpu.index, 2)
             clock = twins.gpu.index.clock.tolist()
             assert (clock[STEP], clock[OLDEST]) == (step, max(1, step - 2))
             assert clock[NOW] > last and abs(clock[NOW] - time.time_ns()) < 60e9
             last = clock[NOW]
-            expected = {SCORE_TIMESTAMP: last, SCORE_STEP: step, SCORE_LFU: 0}[strategy]
-            assert twins.gpu.index.score_values.tolist() == [expected] * tables
+            left = {SCORE_TIMESTAMP: last, SCORE_STEP: step}
+            assert twins.gpu.index.score_values.tolist() == [left.get(s, 0) for s in strategies_of(strategy, tables)]
+            # No training forward.
+            twins.gpu.kernels.advance(twins.gpu.index, 2, False)
+            left[SCORE_TIMESTAMP] = last = int(twins.gpu.index.clock[NOW])
+            twins.gpu.index.clock[STEP] -= 1
+            assert twins.gpu.index.score_values.tolist() == [left.get(s, 0) for s in strategies_of(strategy, tables)]
 
 
 def test_rebase_lowers_tags_and_the_step(backend: str, on_gpu: bool) -> None:
@@ -288,14 +305,14 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
     side = twins.gpu
 
     def step() -> torch.Tensor:
-        side.kernels.advance(side.index, 0, SCORE_STEP)
+        side.kernels.advance(side.index, 0)
         scratch = Missing.allocate(side.index, ids.numel(), ordered=True).filled()
         return side.kernels.find_or_insert(
             side.index, side.store, side.initializers, ids, table_ranges, None, side.state_values, scratch
         )[0]
 
     step()
-    fresh = Index.create([16, 16], 16, side.store.first_rows, False, device)
+    fresh = Index.create([16, 16], 16, side.store.first_rows, [SCORE_STEP] * 2, device)
     for name in TENSORS:
         getattr(side.index, name).copy_(getattr(fresh, name))
     graph = torch.cuda.CUDAGraph()
@@ -304,8 +321,34 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
     for batch in batches:
         ids.copy_(batch)
         graph.replay()
-        twins.cpu.kernels.advance(twins.cpu.index, 0, SCORE_STEP)
+        twins.cpu.kernels.advance(twins.cpu.index, 0)
         expected, _ = twins.cpu.lookup(batch, table_ranges.cpu(), None)
         assert torch.equal(rows.cpu(), expected)
         twins.gpu.index.clock[NOW] = twins.cpu.index.clock[NOW]
         twins.assert_equal()
+
+
+def test_c10_a_rebuild_moves_scores_and_stamps_with_their_ids(backend: str, on_gpu: bool) -> None:
+    twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [48], 48, SCORE_COMPOUND)
+    ids = torch.arange(48).repeat_interleave(torch.arange(48) % 3 + 1)
+    for part in ids.split(24):
+        twins.advance()
+        for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
+            side.lookup(part, torch.tensor([0, part.numel()]), None, **options)
+    twins.advance()
+    for side in (twins.cpu, twins.gpu):
+        side.call("erase", torch.arange(0, 48, 2), torch.tensor([0, 24]))
+        old = slots_of_ids(side)
+        side.call("rebuild", 0)
+        new = slots_of_ids(side)
+        assert old.keys() == new.keys() == set(range(1, 48, 2))
+        assert sum(old[key][0] != new[key][0] for key in old) > 5
+        assert {key: entry[1:] for key, entry in old.items()} == {key: entry[1:] for key, entry in new.items()}
+    twins.assert_equal()
+
+
+def slots_of_ids(side) -> dict[int, tuple[int, int, int]]:
+    """Return slot, score and stamp of every resident id."""
+    slots = side.call("scan", 0).to(side.device)
+    columns = [slots, side.index.scores[slots], side.index.stamps[slots]]
+    return dict(zip(side.index.keys[slots].tolist(), zip(*(c.tolist() for c in columns)), strict=True))

@@ -241,12 +241,12 @@ def make_tables(dims: list[int], dtype: torch.dtype, bucket_capacity: int = 32) 
     capacity, num_tables = 2 * bucket_capacity, len(dims)
     store = make_store(dims, dtype, [t % 2 for t in range(num_tables)], capacity)
     # ``make_store`` adds rows to later tables; those have no slots.
-    index = Index.create([2] * num_tables, bucket_capacity, store.first_rows, False, CPU)
+    index = Index.create([2] * num_tables, bucket_capacity, store.first_rows, [SCORE_STEP] * num_tables, CPU)
     mode = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.CONSTANT, value=0.0)
     initializers = InitializerTable.create([mode] * num_tables, [str(t) for t in range(num_tables)], 0, CPU)
     ids = torch.cat([torch.randperm(80)[: capacity * 2 // 3] - 40 for _ in dims])
     ranges = torch.arange(num_tables + 1) * (capacity * 2 // 3)
-    cpu.advance(index, 0, SCORE_STEP)
+    cpu.advance(index, 0)
     rows, _ = cpu.find_or_insert(index, store, initializers, ids, ranges, None, torch.zeros(num_tables))
     assert bool((rows >= 0).all())
     cpu.erase(index, ids[:5], torch.tensor([0] + [5] * num_tables))
@@ -256,7 +256,7 @@ def make_tables(dims: list[int], dtype: torch.dtype, bucket_capacity: int = 32) 
 
 
 def copy_index(index: Index, device: torch.device) -> Index:
-    return Index.from_tensors([t.to(device) for t in index.tensors()], index.bucket_capacity, index.accumulate)
+    return Index.from_tensors([t.to(device) for t in index.tensors()], index.bucket_capacity, index.strategy)
 
 
 def asked(index: Index, lookup: Lookup) -> Lookup:

@@ -1,5 +1,6 @@
 """The same tables on the CPU's kernels and on Triton's, so that every call can be compared."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -12,7 +13,6 @@ from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowFormat, RowStore
-from dynamicemb.table.scores import SCORE_LFU
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
@@ -20,13 +20,21 @@ INT64 = np.iinfo(np.int64)
 EXTREME = np.array([-4, -3, -2, -1, 0, 1, INT64.min, INT64.min + 1, INT64.max, INT64.max - 1])
 UNIFORM = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.UNIFORM, lower=-1.0, upper=1.0)
 CPU = torch.device("cpu")
-TENSORS = [f.name for f in fields(Index) if f.name not in ("bucket_capacity", "accumulate")]
+TENSORS = [f.name for f in fields(Index) if f.type is torch.Tensor]
+
+
+def strategies_of(strategy: int | Sequence[int], tables: int) -> list[int]:
+    """Return the strategy of each table: one for all, or some in turn."""
+    several = [strategy] if isinstance(strategy, int) else strategy
+    return [several[t % len(several)] for t in range(tables)]
 
 
 class Side:
     """An index and its rows on one device, with the kernels for it."""
 
-    def __init__(self, kernels, device: torch.device, capacities: list[int], bucket_capacity: int, strategy: int):
+    def __init__(
+        self, kernels, device: torch.device, capacities: list[int], bucket_capacity: int, strategy: int | Sequence[int]
+    ):
         formats = [RowFormat(4 + t % 3, t % 2) for t in range(len(capacities))]
         names = [f"t{t}" for t in range(len(capacities))]
         self.kernels = kernels
@@ -40,7 +48,7 @@ class Side:
             [c // bucket_capacity for c in capacities],
             bucket_capacity,
             self.store.first_rows,
-            strategy == SCORE_LFU,
+            strategies_of(strategy, len(capacities)),
             device,
         )
         self.state_values = torch.arange(len(names), dtype=torch.float32, device=device)
@@ -75,14 +83,15 @@ class Side:
 class Twins:
     """One side per backend, stepped together; the CPU's clock counts for both."""
 
-    def __init__(self, device: torch.device, capacities: list[int], bucket_capacity: int, strategy: int):
+    def __init__(
+        self, device: torch.device, capacities: list[int], bucket_capacity: int, strategy: int | Sequence[int]
+    ):
         self.cpu = Side(cpu, CPU, capacities, bucket_capacity, strategy)
         self.gpu = Side(gpu, device, capacities, bucket_capacity, strategy)
-        self.strategy = strategy
 
     def advance(self, lag: int = 0) -> None:
-        self.cpu.kernels.advance(self.cpu.index, lag, self.strategy)
-        self.gpu.kernels.advance(self.gpu.index, lag, self.strategy)
+        self.cpu.kernels.advance(self.cpu.index, lag)
+        self.gpu.kernels.advance(self.gpu.index, lag)
         # Two clocks: whatever else an advance does must agree, the times are made to.
         ours = self.gpu.index.clock.cpu()
         ours[NOW] = self.cpu.index.clock[NOW]
@@ -90,9 +99,9 @@ class Twins:
         self.gpu.index.clock.copy_(self.cpu.index.clock)
         self.gpu.index.score_values.copy_(self.cpu.index.score_values)
 
-    def set_scores(self, values: torch.Tensor) -> None:
+    def set_scores(self, tables: torch.Tensor, values: torch.Tensor) -> None:
         for side in (self.cpu, self.gpu):
-            side.index.score_values.copy_(values)
+            side.index.score_values.copy_(torch.where(tables, values, side.index.score_values.cpu()))
 
     def copy_to_gpu(self) -> None:
         """Make the GPU's index and rows those of the CPU again."""

@@ -16,11 +16,12 @@ from dynamicemb.dynamicemb_config import (
 )
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.score_function import translate
 from dynamicemb.table.group import GroupOptions, TableGroup
-from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, STAMP_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
-from dynamicemb.table.scores import SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 
 _SCORES = {
     DynamicEmbScoreStrategy.TIMESTAMP: SCORE_TIMESTAMP,
@@ -116,6 +117,9 @@ def _check_agreement(
     first = options[0]
     for name, option in zip(names[1:], options[1:], strict=True):
         mine, theirs = option.get_grouped_key(), first.get_grouped_key()
+        if option.score_function is None:
+            # The index keeps a strategy per table. A score function reads scores in one order.
+            del mine["score_strategy"], theirs["score_strategy"]
         mine["embedding_dtype"], theirs["embedding_dtype"] = weights_dtype(option), weights_dtype(first)
         different = [f"{key}={mine[key]!r} but {theirs[key]!r}" for key in theirs if mine[key] != theirs[key]]
         if different:
@@ -199,11 +203,13 @@ def build_group(
         for field, reason in _idle_options(option, device).items():
             value = getattr(option, field)
             warnings.warn(f"table {name!r}: {field}={value!r} has no effect: {reason}", UserWarning, stacklevel=3)
+    strategies = tuple(_score(option) for option in options)
     capacities = [num * bucket for num, bucket in layouts]
     formats = [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if first.training else 0) for o in options]
     if device.type == "cuda":
         wanted = sum(c * f.num_bytes(weights_dtype(first)) for c, f in zip(capacities, formats, strict=True))
-        _check_gpu_memory(options, wanted, sum(capacities) * INDEX_BYTES_PER_SLOT, device)
+        per_slot = INDEX_BYTES_PER_SLOT + (STAMP_BYTES_PER_SLOT if SCORE_COMPOUND in strategies else 0)
+        _check_gpu_memory(options, wanted, sum(capacities) * per_slot, device)
     return TableGroup(
         names,
         capacities,
@@ -212,10 +218,11 @@ def build_group(
         GroupOptions(
             bucket_capacity=layouts[0][1],
             dtype=weights_dtype(first),
-            strategy=_SCORES[_strategy(first)],
+            strategies=strategies,
             seed=seed,
             state_value=optimizer.initial_accumulator_value,
             protect_steps=first.protect_steps,
+            score_function=_score_function(first),
         ),
         device,
     )
@@ -259,9 +266,16 @@ def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[
     return {name: why for name, why in reasons.items() if getattr(option, name) != defaults[name]}
 
 
-def _strategy(option: DynamicEmbTableOptions) -> DynamicEmbScoreStrategy:
-    assert isinstance(option.score_strategy, DynamicEmbScoreStrategy)
-    return option.score_strategy
+def _score(option: DynamicEmbTableOptions) -> int:
+    """Return SCORE_* of a table; a tuple can only be TIMESTAMP with LFU."""
+    strategy = option.score_strategy
+    return _SCORES[strategy] if isinstance(strategy, DynamicEmbScoreStrategy) else SCORE_COMPOUND
+
+
+def _score_function(option: DynamicEmbTableOptions) -> str | None:
+    if option.score_function is None or option.score_strategy is None:
+        return None
+    return translate(option.score_function, option.score_strategy)
 
 
 def _set(value: int | None) -> int:

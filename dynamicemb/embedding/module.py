@@ -22,11 +22,12 @@ from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
 from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.score_strategy import score_dump_permutation
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.results import OpenBatch
-from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_TIMESTAMP
+from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_TIMESTAMP
 
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -164,7 +165,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             self._group.learning_rate.fill_(learning_rate)
             self._empty_tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=True)
             # CUSTOMIZED tables that were never given a score.
-        self._unscored = set(self._group.names) if self._group.options.strategy == SCORE_CUSTOMIZED else set()
+        strategies = zip(self._group.names, self._group.options.strategies, strict=True)
+        self._unscored = {name for name, strategy in strategies if strategy == SCORE_CUSTOMIZED}
         self._prepare_constants(device)
 
     def _prepare_constants(self, device: torch.device) -> None:
@@ -243,7 +245,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             feature_requires_grad: not supported; must be None.
             batch_size_per_feature_per_rank: not supported; must be None.
             total_unique_indices: not needed; must be None.
-            frequency_counters: int64 ``[N]``, how often each occurrence counts for an LFU score; None is once.
+            frequency_counters: int64 ``[N]``, how often each occurrence counts for an LFU score; None is once. Tables
+                with another strategy ignore it.
 
         Returns:
             ``[B, total_D]`` with pooling, ``[N, D]`` without, in ``output_dtype``. Empty bags are zero.
@@ -272,7 +275,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 raise ValueError(f"{name} has no effect on dynamic tables and must be None")
         if batch.per_sample_weights is not None and self.pooling_mode is DynamicEmbPoolingMode.NONE:
             raise ValueError("per_sample_weights weigh the rows of a bag, but pooling_mode is NONE; use SUM or MEAN")
-        if batch.frequencies is not None and self._group.options.strategy != SCORE_LFU:
+        if batch.frequencies is not None and self._group.index.counting == COUNT_NONE:
             raise ValueError("frequency_counters has no effect: only score_strategy LFU counts; leave it out")
         if not self.training:
             return
@@ -341,10 +344,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             TypeError: a score that is not an int.
             ValueError: an unknown table, a score outside 1..2^63-1, or another strategy.
         """
-        if self._group.options.strategy != SCORE_CUSTOMIZED:
-            raise ValueError("set_score needs score_strategy CUSTOMIZED; the other strategies make their own scores")
         for name, value in scores.items():
-            self._table(name)
+            if self._group.options.strategies[self._table(name)] != SCORE_CUSTOMIZED:
+                raise ValueError(
+                    f"set_score needs score_strategy CUSTOMIZED, which table {name!r} does not have; "
+                    "the other strategies make their own scores"
+                )
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"score of table {name!r} must be an int, got {value!r}")
             if not 0 < value <= MAX_SCORE:
@@ -365,14 +370,13 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def get_score(self) -> dict[str, int]:
         """Return, per table, a threshold: ids touched from now on have at least this score.
 
-        TIMESTAMP: the present time in Unix nanoseconds. STEP: the number of the next training forward. CUSTOMIZED: the
-        score last set, 0 if none. LFU: 1.
+        TIMESTAMP, alone or with LFU: the present time in Unix nanoseconds. STEP: the number of the next training
+        forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
         """
         group = self._group
-        if group.options.strategy == SCORE_TIMESTAMP:
-            now = group.now()
-            return dict.fromkeys(group.names, now)
-        return {name: group.get_score(t) for t, name in enumerate(group.names)}
+        timed = [strategy in (SCORE_TIMESTAMP, SCORE_COMPOUND) for strategy in group.options.strategies]
+        now = group.now() if any(timed) else 0
+        return {name: now if timed[t] else group.get_score(t) for t, name in enumerate(group.names)}
 
     # Contents
 
@@ -439,6 +443,25 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 rows = self._group.index.rows[slots[begin : begin + batch_size]]
                 weights[begin : begin + batch_size] = self._group.read(table, rows)[0].to(device)
         return ids, weights
+
+    def export_scores(self, table_name: str, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all ids and scores of a table; ids as ``export_keys_values`` lists them.
+
+        Args:
+            table_name: which table.
+            device: where the result goes.
+
+        Returns:
+            ``(ids i64[M], scores i64[M])``; scores are ``[M, 2]`` for a compound strategy, in the order of its tuple.
+        """
+        table = self._table(table_name)
+        group = self._group
+        with group.lock:
+            slots = group.scan(table)
+            columns = torch.stack(group.scores(table, slots), 1).to(device)
+            ids = group.index.keys[slots].to(device)
+        ordered = columns[:, score_dump_permutation(self.table_options[table].score_strategy)]
+        return ids, ordered if ordered.shape[1] > 1 else ordered[:, 0]
 
     def flush(self) -> None:
         """Write cached rows back: none are, rows have one place."""

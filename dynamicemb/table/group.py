@@ -16,7 +16,7 @@ from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
-from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
+from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.steps import Step, StepTracker
 
 MAX_SLOTS = 2**31 - 1
@@ -31,18 +31,20 @@ class GroupOptions:
     Attributes:
         bucket_capacity: slots of a bucket, a multiple of 16.
         dtype: dtype of the weights.
-        strategy: SCORE_*, which score a touch leaves.
+        strategies: SCORE_* of each table, which score a touch leaves.
         seed: seed of the initial values.
         state_value: what optimizer state starts at.
         protect_steps: finished steps whose ids are still not evicted.
+        score_function: what ranks instead of compound scores, as ``score_function.translate`` returned it.
     """
 
     bucket_capacity: int
     dtype: torch.dtype
-    strategy: int
+    strategies: tuple[int, ...]
     seed: int
     state_value: float = 0.0
     protect_steps: int = 0
+    score_function: str | None = None
 
 
 class TableGroup:
@@ -90,8 +92,9 @@ class TableGroup:
             [c // options.bucket_capacity for c in capacities],
             options.bucket_capacity,
             self.store.first_rows,
-            options.strategy == SCORE_LFU,
+            options.strategies,
             device,
+            options.score_function,
         )
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
@@ -122,11 +125,7 @@ class TableGroup:
             training: whether it is a training forward, which STEP scores count.
         """
         step = self._next_step()
-        strategy = self.options.strategy
-        if strategy == SCORE_STEP and not training:
-            # A strategy whose score value stays as it is.
-            strategy = SCORE_CUSTOMIZED
-        self.kernels.advance(self.index, self.steps.lag(), strategy)
+        self.kernels.advance(self.index, self.steps.lag(), training)
         return step
 
     def _next_step(self) -> Step:
@@ -144,8 +143,7 @@ class TableGroup:
     def open_training_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> tuple[Step, OpenBatch]:
         """Begin a training forward: ``open_batch`` and ``begin_step`` in one."""
         step = self._next_step()
-        clock = (self.steps.lag(), self.options.strategy)
-        return step, self.kernels.open_batch(self.index, offsets, layout, num_ids, clock)
+        return step, self.kernels.open_batch(self.index, offsets, layout, num_ids, self.steps.lag())
 
     def find(self, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
         """Return i32 ``[N]`` rows, -1 where absent; changes nothing."""
@@ -165,7 +163,7 @@ class TableGroup:
         Args:
             ids: i64 ``[N]``.
             table_ranges: i64 ``[T+1]``.
-            frequencies: i64 ``[N]``, how often each occurrence counts for LFU; None is once.
+            frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only tables that count read it.
             scratch: of the ``OpenBatch``, if there is one.
 
         Returns:
@@ -216,8 +214,13 @@ class TableGroup:
         return ranges
 
     def scan(self, table: int, min_score: int = 0) -> torch.Tensor:
-        """Return the occupied slots of a table with at least this score, i64 ``[M]``, ascending."""
+        """Return the occupied slots of a table with at least this score or, compound, stamp; i64 ``[M]``, ascending."""
         return self.kernels.scan(self.index, table, min_score)
+
+    def scores(self, table: int, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Return the score of slots i64 ``[M]``, each i64 ``[M]``; compound: the stamp and then the frequency."""
+        score = self.index.scores[slots]
+        return [self.index.stamps[slots], score] if self.options.strategies[table] == SCORE_COMPOUND else [score]
 
     def read(self, table: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(weights f32[M, D], state f32[M, num_state])`` of rows i32 ``[M]``."""
@@ -263,15 +266,21 @@ class TableGroup:
 
     def set_score(self, table: int, value: int) -> None:
         """Set the score that touches leave from now on (CUSTOMIZED)."""
-        assert self.options.strategy == SCORE_CUSTOMIZED and 0 < value <= MAX_SCORE
+        assert self.options.strategies[table] == SCORE_CUSTOMIZED and 0 < value <= MAX_SCORE
         self.index.score_values[table] = value
 
     def get_score(self, table: int) -> int:
-        """Return the score that the next step writes (STEP), or the last one written (others); for LFU, 1."""
-        if self.options.strategy == SCORE_LFU:
+        """Return the score that the next step writes (STEP), or the last one written (others).
+
+        LFU: 1. Compound: the time of the last step, which is what it is asked by.
+        """
+        strategy = self.options.strategies[table]
+        if strategy == SCORE_LFU:
             return 1
+        if strategy == SCORE_COMPOUND:
+            return int(self.index.clock[NOW])
         value = int(self.index.score_values[table])
-        return value + 1 if self.options.strategy == SCORE_STEP else value
+        return value + 1 if strategy == SCORE_STEP else value
 
     def now(self) -> int:
         """Return Unix nanoseconds, later than any step so far and not later than any step to come."""

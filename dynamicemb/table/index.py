@@ -1,6 +1,7 @@
 """The index of a group: which id is in which slot, and which row the slot owns."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from dynamicemb.table.memory import allocate
+from dynamicemb.table.scores import SCORE_COMPOUND, common_strategy, counting
 
 # Entries of ``Index.clock``, a small tensor on the table's device so that a step can advance it without the host.
 STEP = 0  # step number, the tag of everything this step touches
@@ -32,6 +34,12 @@ COUNTER_NAMES = (
 
 # keys, digests, scores, rows, tags.
 INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
+# What ``Index.stamps`` adds where it is needed.
+STAMP_BYTES_PER_SLOT = 8
+
+
+# Fields of ``Index`` that are not tensors.
+_NUMBERS = ("bucket_capacity", "strategy", "score_function", "counting", "has_stamps")
 
 
 def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
@@ -56,12 +64,18 @@ class Index:
         scores: i64 ``[S]``, lowest is evicted first.
         rows: i32 ``[S]``, the row a slot owns, also while the slot is empty.
         tags: i32 ``[S]``, the last step that touched the slot.
+        stamps: i64 ``[S]``, the time of that step, or ``[0]``: only a group with a compound table has them.
         bucket_offsets: i64 ``[T+1]``, first bucket of each table.
         clock: i64 ``[CLOCK_SIZE]``.
-        score_values: i64 ``[T]``, what a touch writes or, for LFU, adds.
+        score_values: i64 ``[T]``, the score that a touch leaves; of no use for tables that count.
+        strategies: i32 ``[T]``, SCORE_* of each table.
         counters: i64 ``[T, NUM_COUNTERS]``.
         bucket_capacity: slots of a bucket, a multiple of 16.
-        accumulate: LFU: touches add to the score instead of replacing it.
+        strategy: the strategy of all tables, as ``common_strategy`` says, which the host knows without asking.
+        score_function: what ranks instead of the score, as ``score_function.translate`` returned it; all tables are
+            compound then.
+        counting: COUNT_*: whether touches add to the score instead of replacing it in none, some or all tables.
+        has_stamps: whether touches are stamped with their time.
     """
 
     keys: torch.Tensor
@@ -69,16 +83,31 @@ class Index:
     scores: torch.Tensor
     rows: torch.Tensor
     tags: torch.Tensor
+    stamps: torch.Tensor
     bucket_offsets: torch.Tensor
     clock: torch.Tensor
     score_values: torch.Tensor
+    strategies: torch.Tensor
     counters: torch.Tensor
     bucket_capacity: int
-    accumulate: bool
+    strategy: int
+    score_function: str | None = None
+    counting: int = field(init=False)
+    has_stamps: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counting = counting(self.strategy)
+        self.has_stamps = self.stamps.numel() > 0
 
     @classmethod
     def create(
-        cls, num_buckets: list[int], bucket_capacity: int, first_rows: list[int], accumulate: bool, device: torch.device
+        cls,
+        num_buckets: list[int],
+        bucket_capacity: int,
+        first_rows: list[int],
+        strategies: Sequence[int],
+        device: torch.device,
+        score_function: str | None = None,
     ) -> "Index":
         """Make an empty index.
 
@@ -86,8 +115,9 @@ class Index:
             num_buckets: buckets of each table.
             bucket_capacity: slots of a bucket.
             first_rows: row id of each table's first slot; slot ``i`` of table ``t`` owns row ``first_rows[t] + i``.
-            accumulate: LFU.
+            strategies: SCORE_* of each table.
             device: where the tensors live.
+            score_function: see the attribute.
         """
         slots = sum(num_buckets) * bucket_capacity
 
@@ -108,19 +138,29 @@ class Index:
             scores=allocate(slots, torch.int64, device, zero=True),
             rows=rows,
             tags=allocate(slots, torch.int32, device, zero=True),
+            stamps=allocate(slots if SCORE_COMPOUND in strategies else 0, torch.int64, device, zero=True),
             bucket_offsets=torch.tensor([0, *num_buckets], dtype=torch.int64, device=device).cumsum(0),
             clock=zeros(CLOCK_SIZE),
             score_values=zeros(len(num_buckets)),
+            strategies=torch.tensor(strategies, dtype=torch.int32, device=device),
             counters=zeros(len(num_buckets), NUM_COUNTERS),
             bucket_capacity=bucket_capacity,
-            accumulate=accumulate,
+            strategy=common_strategy(strategies),
+            score_function=score_function,
         )
 
     @classmethod
-    def from_tensors(cls, tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> "Index":
+    def from_tensors(
+        cls, tensors: list[torch.Tensor], bucket_capacity: int, strategy: int, score_function: str | None = None
+    ) -> "Index":
         """Return the index whose ``tensors()`` these are."""
-        names = [f.name for f in fields(cls) if f.name not in ("bucket_capacity", "accumulate")]
-        return cls(**dict(zip(names, tensors, strict=True)), bucket_capacity=bucket_capacity, accumulate=accumulate)
+        names = [f.name for f in fields(cls) if f.name not in _NUMBERS]
+        return cls(
+            **dict(zip(names, tensors, strict=True)),
+            bucket_capacity=bucket_capacity,
+            strategy=strategy,
+            score_function=score_function,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
@@ -140,7 +180,7 @@ class Index:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in field order, as the ops take them."""
-        return [getattr(self, f.name) for f in fields(self) if f.name not in ("bucket_capacity", "accumulate")]
+        return [getattr(self, f.name) for f in fields(self) if f.name not in _NUMBERS]
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""

@@ -5,7 +5,7 @@ are their chunks and what the row formats are. Eager code calls the launchers di
 more than a small step can bear (``docs/architecture.md`` has the numbers).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowFormat, RowStore
 
-_INDEX = "Tensor{0}[] index, int bucket_capacity, bool accumulate"
+_INDEX = "Tensor{0}[] index, int bucket_capacity, int strategy, str? score_function"
 _STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift"
 _BATCH = "Tensor ids, Tensor table_ranges"
 _LAYOUT = (
@@ -29,9 +29,9 @@ _SCHEMAS = {
     "find": f"({_INDEX.format('')}, {_BATCH}) -> Tensor",
     "find_and_touch": f"({_INDEX.format('(a!)')}, {_BATCH}, Tensor? frequencies) -> Tensor",
     "insert": f"({_INDEX.format('(a!)')}, {_BATCH}, Tensor(b!) rows, Tensor? frequencies)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "find_or_insert": f"({_INDEX.format('(a!)')}, {_STORE.format('(b!)')}, Tensor modes, Tensor params, Tensor keys,"
-    f" {_BATCH}, Tensor? frequencies, Tensor state_values) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" {_BATCH}, Tensor? frequencies, Tensor state_values) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "erase": f"({_INDEX.format('(a!)')}, {_BATCH}) -> Tensor",
     "scan": f"({_INDEX.format('')}, int table, int min_score) -> Tensor",
     "initialize": f"({_STORE.format('(a!)')}, Tensor modes, Tensor params, Tensor keys, Tensor rows, Tensor ids,"
@@ -49,11 +49,15 @@ _SCHEMAS = {
 # What an optimizer's numbers are called, in the order of ``update``'s ``settings``.
 _SETTINGS = ("eps", "beta1", "beta2", "weight_decay", "max_gradient")
 
+# Arguments of an op that ``_INDEX`` names.
+_NUM_INDEX_ARGUMENTS = 4
+
 _library = torch.library.Library("dynamicemb", "DEF")
 
 
-def _index(tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) -> Index:
-    return Index.from_tensors(tensors, bucket_capacity, accumulate)
+def _index(arguments: Sequence[Any]) -> Index:
+    """Return the index that the first arguments of an op are."""
+    return Index.from_tensors(*arguments[:_NUM_INDEX_ARGUMENTS])
 
 
 def _store(
@@ -63,9 +67,9 @@ def _store(
     return RowStore.attach(chunks, formats, dtype, chunk_shift)
 
 
-def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, bool]:
+def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, int, str | None]:
     """Return the first arguments of the ops on an index."""
-    return index.tensors(), index.bucket_capacity, index.accumulate
+    return index.tensors(), index.bucket_capacity, index.strategy, index.score_function
 
 
 def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], list[int], torch.dtype, int]:
@@ -99,33 +103,36 @@ def optimizer_arguments(spec: OptimizerSpec) -> tuple[int, list[float], bool, bo
 # Implementations: unflatten, then call the kernels of the device.
 
 
-def _find(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-    return kernels_for(ids.device).find(_index(index, bucket_capacity, accumulate), ids, ranges, False)
+def _find(*args: Any) -> torch.Tensor:
+    index, (ids, ranges) = _index(args), args[_NUM_INDEX_ARGUMENTS:]
+    return kernels_for(ids.device).find(index, ids, ranges, False)
 
 
-def _find_and_touch(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-    ranges, frequencies = rest
-    return kernels_for(ids.device).find(_index(index, bucket_capacity, accumulate), ids, ranges, True, frequencies)
+def _find_and_touch(*args: Any) -> torch.Tensor:
+    index, (ids, ranges, frequencies) = _index(args), args[_NUM_INDEX_ARGUMENTS:]
+    return kernels_for(ids.device).find(index, ids, ranges, True, frequencies)
 
 
-def _insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> Any:
-    return tuple(kernels_for(ids.device).insert(_index(index, bucket_capacity, accumulate), ids, *rest))
+def _insert(*args: Any) -> Any:
+    index, batch = _index(args), args[_NUM_INDEX_ARGUMENTS:]
+    return tuple(kernels_for(batch[0].device).insert(index, *batch))
 
 
-def _find_or_insert(index: Any, bucket_capacity: int, accumulate: bool, *rest: Any) -> Any:
+def _find_or_insert(*args: Any) -> Any:
+    index, rest = _index(args), args[_NUM_INDEX_ARGUMENTS:]
     store, (modes, params, keys, *batch) = _store(*rest[:5]), rest[5:]
-    rows, events = kernels_for(store.device).find_or_insert(
-        _index(index, bucket_capacity, accumulate), store, InitializerTable(modes, params, keys), *batch
-    )
+    initializers = InitializerTable(modes, params, keys)
+    rows, events = kernels_for(store.device).find_or_insert(index, store, initializers, *batch)
     return rows, *events.result()
 
 
-def _erase(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-    return kernels_for(ids.device).erase(_index(index, bucket_capacity, accumulate), ids, ranges)
+def _erase(*args: Any) -> torch.Tensor:
+    index, (ids, ranges) = _index(args), args[_NUM_INDEX_ARGUMENTS:]
+    return kernels_for(ids.device).erase(index, ids, ranges)
 
 
-def _scan(index: Any, bucket_capacity: int, accumulate: bool, table: int, min_score: int) -> torch.Tensor:
-    return kernels_for(index[0].device).scan(_index(index, bucket_capacity, accumulate), table, min_score)
+def _scan(*args: Any) -> torch.Tensor:
+    return kernels_for(args[0][0].device).scan(_index(args), *args[_NUM_INDEX_ARGUMENTS:])
 
 
 def _initialize(*args: Any) -> None:
@@ -166,22 +173,29 @@ def _update(*args: Any) -> None:
 # Fakes: shapes and dtypes without data.
 
 
-def _fake_rows(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_rows(*args: Any) -> torch.Tensor:
+    ids = args[_NUM_INDEX_ARGUMENTS]
     return ids.new_empty(ids.shape, dtype=torch.int32)
 
 
-def _fake_insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> Any:
+def _fake_outcome(ids: torch.Tensor) -> Any:
     context = torch.library.get_ctx()
-    new, evicted = context.new_dynamic_size(), context.new_dynamic_size()
-    return tuple(ids.new_empty(size) for size in (new, evicted, evicted, evicted))
+    new, evicted, stamps = (context.new_dynamic_size() for _ in range(3))
+    return tuple(ids.new_empty(size) for size in (new, evicted, evicted, evicted, stamps))
+
+
+def _fake_insert(*args: Any) -> Any:
+    return _fake_outcome(args[_NUM_INDEX_ARGUMENTS])
 
 
 def _fake_find_or_insert(*args: Any) -> Any:
-    ids = args[11]
-    return _fake_rows(None, 0, False, ids), *_fake_insert(None, 0, False, ids)
+    # After those of the rows, and modes, params and keys.
+    ids = args[_NUM_INDEX_ARGUMENTS + 8]
+    return ids.new_empty(ids.shape, dtype=torch.int32), *_fake_outcome(ids)
 
 
-def _fake_erase(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_erase(*args: Any) -> torch.Tensor:
+    ids = args[_NUM_INDEX_ARGUMENTS]
     return ids.new_empty(ids.shape, dtype=torch.bool)
 
 

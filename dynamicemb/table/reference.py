@@ -5,12 +5,13 @@ hashes beyond which bucket an id belongs to and how ties are broken.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamicemb.table.scores import SCORE_LFU
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -27,12 +28,13 @@ def mixed(key: int) -> int:
 
 @dataclass
 class Entry:
-    """One resident id: its row (weights f32 ``[D]``, optimizer state f32 ``[num_state]``), score, and last step."""
+    """One resident id: its row (weights f32 ``[D]``, state f32 ``[num_state]``), score, last step, and its time."""
 
     weights: np.ndarray
     state: np.ndarray
     score: int
     tag: int
+    stamp: int = 0
 
 
 @dataclass
@@ -52,6 +54,7 @@ class ReferenceTable:
         bucket_capacity: int,
         strategy: int,
         new_row: Callable[[int], tuple[np.ndarray, np.ndarray]],
+        rank: Callable[[float, float, float], float] | None = None,
     ):
         """Make an empty table.
 
@@ -60,10 +63,12 @@ class ReferenceTable:
             bucket_capacity: ids a bucket can hold.
             strategy: SCORE_*.
             new_row: initial ``(weights, state)`` of an id.
+            rank: of (stamp, score, now), ranks instead of the score.
         """
         self.bucket_capacity = bucket_capacity
-        self.strategy = strategy
+        self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
         self.new_row = new_row
+        self.rank = rank
         self.buckets = [Bucket() for _ in range(num_buckets)]
         self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased"), 0)
 
@@ -80,57 +85,62 @@ class ReferenceTable:
         return {key: entry for bucket in self.buckets for key, entry in bucket.entries.items()}
 
     def lookup(
-        self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int
-    ) -> tuple[list[Entry | None], list[tuple[int, int]]]:
+        self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int, now: int = 0
+    ) -> tuple[list[Entry | None], list[tuple[int, Entry]]]:
         """Look up and insert a batch as one training step.
 
         Args:
             keys: the ids, with repetitions.
-            frequencies: how often each counts (LFU); None is once.
-            value: score that touches leave.
+            frequencies: how often each counts, where the score counts; None is once.
+            value: score that touches leave, where it does not.
             tag: number of this step.
             oldest: ids touched by this step or later ones are protected.
+            now: time of this step.
 
         Returns:
-            The entry of every occurrence (None where it failed) and the evicted ``(id, score)`` in batch order.
+            The entry of every occurrence (None where it failed) and what was evicted, in batch order.
         """
         amounts = frequencies if frequencies is not None else [1] * len(keys)
         found = [self.get(key) for key in keys]
         for entry, amount in zip(found, amounts, strict=True):
             self.counts["hits" if entry is not None else "misses"] += 1
             if entry is not None:
-                self._touch(entry, amount, value, tag)
-        evicted: list[tuple[int, int]] = []
+                self._touch(entry, entry.score + amount if self.counts_occurrences else value, tag, now)
+        evicted: list[tuple[int, Entry]] = []
         for i, key in enumerate(keys):
             if found[i] is not None:
                 continue
             entry = self.get(key)
             if entry is not None:
-                self._touch(entry, amounts[i], value, tag)
+                self._touch(entry, entry.score + amounts[i] if self.counts_occurrences else value, tag, now)
             else:
-                entry = self._place(key, oldest, evicted)
+                entry = self._place(key, oldest, now, evicted)
                 if entry is not None:
-                    entry.tag = tag
-                    entry.score = amounts[i] if self.strategy == SCORE_LFU else value
+                    self._touch(entry, amounts[i] if self.counts_occurrences else value, tag, now)
             found[i] = entry
         return found, evicted
 
-    def _touch(self, entry: Entry, amount: int, value: int, tag: int) -> None:
-        entry.tag = tag
-        entry.score = entry.score + amount if self.strategy == SCORE_LFU else value
+    def _touch(self, entry: Entry, score: int, tag: int, now: int) -> None:
+        entry.score, entry.tag, entry.stamp = score, tag, now
 
-    def _place(self, key: int, oldest: int, evicted: list[tuple[int, int]]) -> Entry | None:
+    def _ranked(self, entry: Entry, now: int) -> tuple[bool, float]:
+        """Return what orders entries: not a number comes first."""
+        if self.rank is None:
+            return True, entry.score
+        value = self.rank(float(entry.stamp), float(entry.score), float(now))
+        return (False, 0.0) if math.isnan(value) else (True, value)
+
+    def _place(self, key: int, oldest: int, now: int, evicted: list[tuple[int, Entry]]) -> Entry | None:
         bucket = self.bucket(key)
         # Erased slots whose steps are over are as good as empty.
         bucket.ghosts = [tag for tag in bucket.ghosts if tag >= oldest]
         if len(bucket.entries) + len(bucket.ghosts) >= self.bucket_capacity:
-            candidates = [(e.score, mixed(k), k) for k, e in bucket.entries.items() if e.tag < oldest]
+            candidates = [(self._ranked(e, now), mixed(k), k) for k, e in bucket.entries.items() if e.tag < oldest]
             if not candidates:
                 self.counts["failed"] += 1
                 return None
-            score, _, victim = min(candidates)
-            del bucket.entries[victim]
-            evicted.append((victim, score))
+            _, _, victim = min(candidates)
+            evicted.append((victim, bucket.entries.pop(victim)))
             self.counts["evicted"] += 1
         weights, state = self.new_row(key)
         self.counts["inserted"] += 1

@@ -27,12 +27,14 @@ class InsertResult(NamedTuple):
         evicted: i64 ``[E]``, the subset of ``new`` that took the slot of another id.
         evicted_ids: i64 ``[E]``, the ids that lost their slot; the row is that of the occurrence in ``evicted``.
         evicted_scores: i64 ``[E]``, their scores.
+        evicted_stamps: i64 ``[E]``, when they were touched last; ``[0]`` in a group without stamps.
     """
 
     new: torch.Tensor
     evicted: torch.Tensor
     evicted_ids: torch.Tensor
     evicted_scores: torch.Tensor
+    evicted_stamps: torch.Tensor
 
 
 class InsertEvents(Protocol):

@@ -1,8 +1,35 @@
-"""Score strategies as kernels know them, and what a new table's score value is."""
+"""Score strategies as kernels know them."""
+
+from collections.abc import Sequence
 
 SCORE_TIMESTAMP = 0
 SCORE_STEP = 1
 SCORE_CUSTOMIZED = 2
+# From here on scores count occurrences.
 SCORE_LFU = 3
+# TIMESTAMP with LFU: the score counts, and a second column holds the time of the last touch.
+SCORE_COMPOUND = 4
+# In place of the one strategy of a group whose tables have several: some of them count, or none does.
+SCORE_MIXED = 5
+SCORE_MIXED_UNCOUNTED = 6
 
 MAX_SCORE = 2**63 - 1
+
+# Which tables of a group count, for kernels to be compiled for.
+COUNT_NONE = 0
+COUNT_SOME = 1
+COUNT_ALL = 2
+
+
+def common_strategy(strategies: Sequence[int]) -> int:
+    """Return the strategy that all tables of a group have, or SCORE_MIXED or SCORE_MIXED_UNCOUNTED."""
+    if len(set(strategies)) == 1:
+        return strategies[0]
+    return SCORE_MIXED if max(strategies) >= SCORE_LFU else SCORE_MIXED_UNCOUNTED
+
+
+def counting(strategy: int) -> int:
+    """Return COUNT_NONE, COUNT_SOME or COUNT_ALL for what ``common_strategy`` returns."""
+    if strategy in (SCORE_LFU, SCORE_COMPOUND):
+        return COUNT_ALL
+    return COUNT_SOME if strategy == SCORE_MIXED else COUNT_NONE

@@ -5,25 +5,27 @@ import time
 import torch
 
 from dynamicemb.table.index import NOW, OLDEST, STEP, Index
-from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_STEP, SCORE_TIMESTAMP
 
 
-def advance(index: Index, lag: int, strategy: int) -> None:
+def advance(index: Index, lag: int, training: bool = True) -> None:
     """Begin a step.
 
     Args:
         index: the group's index; ``clock`` and, for strategies that move by themselves, ``score_values`` change.
         lag: how many steps before the new one the oldest protected step is.
-        strategy: SCORE_*, see ``table/scores.py``.
+        training: whether it is a training forward, which STEP scores count.
     """
     clock = index.clock.numpy()
     clock[STEP] += 1
     clock[OLDEST] = max(1, clock[STEP] - lag)
     clock[NOW] = max(clock[NOW] + 1, time.time_ns())
-    if strategy == SCORE_TIMESTAMP:
-        index.score_values.fill_(int(clock[NOW]))
-    elif strategy == SCORE_STEP:
-        index.score_values += 1
+    if SCORE_STEP < index.strategy <= SCORE_COMPOUND:
+        return
+    strategies, values = index.strategies.numpy(), index.score_values.numpy()
+    values[strategies == SCORE_TIMESTAMP] = clock[NOW]
+    if training:
+        values[strategies == SCORE_STEP] += 1
 
 
 def rebase(index: Index, shift: int) -> None:

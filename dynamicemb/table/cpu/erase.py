@@ -40,6 +40,7 @@ def rebuild(index: Index, table: int) -> None:
     """
     _rebuild_kernel(
         index.keys.numpy(), index.digests.numpy(), index.scores.numpy(), index.rows.numpy(), index.tags.numpy(),
+        index.stamps.numpy(),
         (int(index.bucket_offsets[table]), int(index.bucket_offsets[table + 1]), index.bucket_capacity),
         int(index.clock[OLDEST]),
     )  # fmt: skip
@@ -60,24 +61,27 @@ def _erase_kernel(view, table, ids, erased):
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _rebuild_kernel(keys, digests, scores, rows, tags, buckets, oldest):
+def _rebuild_kernel(keys, digests, scores, rows, tags, stamps, buckets, oldest):
     bucket_begin, bucket_end, bucket_capacity = buckets
     for bucket in prange(bucket_begin, bucket_end):
         begin = bucket * bucket_capacity
         end = begin + bucket_capacity
         _rebuild_bucket(
-            keys[begin:end], digests[begin:end], scores[begin:end], rows[begin:end], tags[begin:end], oldest,
+            keys[begin:end], digests[begin:end], scores[begin:end], rows[begin:end], tags[begin:end],
+            # Past the end of no stamps at all lies an empty part.
+            stamps[begin:end], oldest,
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _rebuild_bucket(keys, digests, scores, rows, tags, oldest):
+def _rebuild_bucket(keys, digests, scores, rows, tags, stamps, oldest):
     capacity = keys.size
     old_keys = keys.copy()
     old_digests = digests.copy()
     old_scores = scores.copy()
     old_rows = rows.copy()
     old_tags = tags.copy()
+    old_stamps = stamps.copy()
     moved = np.zeros(capacity, np.bool_)
     digests[:] = 0
     for i in range(capacity):
@@ -91,6 +95,8 @@ def _rebuild_bucket(keys, digests, scores, rows, tags, oldest):
         scores[slot] = old_scores[i]
         rows[slot] = old_rows[i]
         tags[slot] = old_tags[i]
+        if stamps.size:
+            stamps[slot] = old_stamps[i]
         moved[i] = True
     free = 0
     for i in range(capacity):

@@ -42,7 +42,7 @@ def find_or_insert(
         initializers: how new rows are filled.
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
-        frequencies: i64 ``[N]``, how often each occurrence counts (LFU); None is once.
+        frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
         state_values: f32 ``[T]``, what optimizer state starts at.
 
     Returns:

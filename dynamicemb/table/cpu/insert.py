@@ -6,7 +6,9 @@ from numba import njit, prange
 
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, mix
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
+from dynamicemb.table.cpu.probe import counts as table_counts
 from dynamicemb.table.cpu.probe import index_view, next_group, probe
+from dynamicemb.table.cpu.score_function import rank
 from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, Index
 from dynamicemb.table.results import InsertResult
@@ -37,7 +39,7 @@ def insert(
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         rows: i32 ``[N]`` from ``find``; -1 entries are replaced by the row of the placed id, or stay -1 if it failed.
-        frequencies: i64 ``[N]``, how often each occurrence counts (LFU); None is once.
+        frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
 
     Returns:
         Which occurrences got a new row, and which ids were evicted for them.
@@ -51,9 +53,9 @@ def insert(
     missing = np.flatnonzero(rows.numpy() < 0)
     if not missing.size:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        return InsertResult(nothing, nothing, nothing, nothing)
+        return InsertResult(nothing, nothing, nothing, nothing, nothing)
     outcome = np.zeros(missing.size, np.uint8)
-    victims = np.zeros((2, missing.size), np.int64)
+    victims = np.zeros((3, missing.size), np.int64)
     parts = num_threads() if missing.size >= 512 else 1
     counts = np.zeros((parts, index.num_tables, 4), np.int64)
     batch = (
@@ -75,6 +77,7 @@ def insert(
         evicted=torch.from_numpy(missing[evicted]),
         evicted_ids=torch.from_numpy(victims[0, evicted]),
         evicted_scores=torch.from_numpy(victims[1, evicted]),
+        evicted_stamps=torch.from_numpy(victims[2, evicted if index.has_stamps else slice(0)]),
     )
 
 
@@ -114,13 +117,14 @@ def _place(view, batch, i, t, victim):
     group = group_of(h, view.bucket_capacity // 16)
     digest = digest_of(h)
     score = read_i64(view.score_values, t)
-    if view.accumulate:
+    counting = table_counts(view, t)
+    if counting:
         score = read_i64(frequencies, i) if frequencies != 0 else 1
     slot = probe(view, base, group, digest, key)
     if slot >= 0:
         # An earlier occurrence of this batch placed it.
         write_i32(out, i, read_i32(view.rows, slot))
-        if view.accumulate:
+        if counting:
             write_i64(view.scores, slot, read_i64(view.scores, slot) + score)
         return _PLACED_BEFORE
     kind = _INSERTED
@@ -132,10 +136,14 @@ def _place(view, batch, i, t, victim):
             return _FAILED
         victim[0] = read_i64(view.keys, slot)
         victim[1] = read_i64(view.scores, slot)
+        if view.stamps != 0:
+            victim[2] = read_i64(view.stamps, slot)
     write_i64(view.keys, slot, key)
     write_u8(view.digests, slot, digest)
     write_i64(view.scores, slot, score)
     write_i32(view.tags, slot, view.step)
+    if view.stamps != 0:
+        write_i64(view.stamps, slot, view.now)
     write_i32(out, i, read_i32(view.rows, slot))
     return kind
 
@@ -163,7 +171,10 @@ def _free_slot(view, base, group):
 
 @njit
 def _lowest(view, base):
-    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a full bucket, or -1."""
+    """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a full bucket, or -1.
+
+    With a score function, its result takes the place of the score.
+    """
     best = -1
     best_score = np.int64(0)
     best_hash = np.uint64(0)
@@ -171,6 +182,8 @@ def _lowest(view, base):
         if read_i32(view.tags, slot) >= view.oldest:
             continue
         score = read_i64(view.scores, slot)
+        if view.score_function != 0:
+            score = rank(view.score_function, read_i64(view.stamps, slot), score, view.now)
         if best >= 0 and score > best_score:
             continue
         h = mix(read_i64(view.keys, slot))

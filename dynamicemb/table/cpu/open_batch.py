@@ -9,22 +9,22 @@ from dynamicemb.table.results import OpenBatch
 
 
 def open_batch(
-    index: Index, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int, step: tuple[int, int] | None = None
+    index: Index, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int, lag: int | None = None
 ) -> OpenBatch:
     """Begin a lookup, for training with the step that it is. On the CPU offsets are checked before, and legal.
 
     Args:
-        index: the group's index; with ``step`` its clock advances, see ``advance``.
+        index: the group's index; with ``lag`` its clock advances, see ``advance``.
         offsets: i64 ``[F*B+1]``; a step copies them, since its backward trusts them and the caller may refill his.
         layout: tables of the features.
         num_ids: N.
-        step: ``(lag, strategy)`` of ``advance``; None for evaluation.
+        lag: of ``advance``; None for evaluation.
 
     Returns:
         The offsets and ``table_ranges`` i64 ``[T+1]``; nothing needs scratch memory.
     """
     ranges = layout.table_ranges(offsets)
-    if step is None:
+    if lag is None:
         return OpenBatch(offsets, ranges)
-    advance(index, *step)
+    advance(index, lag)
     return OpenBatch(offsets.clone(), ranges)

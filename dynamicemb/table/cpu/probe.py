@@ -9,8 +9,10 @@ import numpy as np
 from numba import njit
 
 from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
-from dynamicemb.table.cpu.memory import read_i64, read_u64
-from dynamicemb.table.index import OLDEST, STEP, Index
+from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
+from dynamicemb.table.cpu.score_function import compile_score
+from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.scores import SCORE_LFU
 
 
 class IndexView(NamedTuple):
@@ -23,11 +25,14 @@ class IndexView(NamedTuple):
     tags: int
     bucket_offsets: int
     score_values: int
+    strategies: int
+    stamps: int
     bucket_capacity: int
     num_tables: int
     step: int
     oldest: int
-    accumulate: bool
+    now: int
+    score_function: int
 
 
 def index_view(index: Index) -> IndexView:
@@ -41,12 +46,23 @@ def index_view(index: Index) -> IndexView:
         index.tags.data_ptr(),
         index.bucket_offsets.data_ptr(),
         index.score_values.data_ptr(),
+        index.strategies.data_ptr(),
+        # 0 where there are none.
+        index.stamps.data_ptr(),
         index.bucket_capacity,
         index.num_tables,
         int(clock[STEP]),
         int(clock[OLDEST]),
-        index.accumulate,
+        int(clock[NOW]),
+        # 0 where there is none.
+        0 if index.score_function is None else compile_score(index.score_function).address,
     )
+
+
+@njit
+def counts(view, t):
+    """Return whether touches of table ``t`` add to the score instead of replacing it."""
+    return read_i32(view.strategies, t) >= SCORE_LFU
 
 
 @njit

@@ -6,16 +6,17 @@ from numba import njit, prange
 
 from dynamicemb.table.cpu.threads import launcher, num_parts
 from dynamicemb.table.index import Index
+from dynamicemb.table.scores import SCORE_COMPOUND
 
 
 @launcher("index")
 def scan(index: Index, table: int, min_score: int = 0) -> torch.Tensor:
-    """Return the occupied slots of a table whose score is at least ``min_score``.
+    """Return the occupied slots of a table whose score, or of a compound table the stamp, is at least ``min_score``.
 
     Args:
         index: the group's index.
         table: which table.
-        min_score: lowest score wanted.
+        min_score: lowest score or stamp wanted.
 
     Returns:
         i64 ``[M]`` slots, ascending.
@@ -24,7 +25,8 @@ def scan(index: Index, table: int, min_score: int = 0) -> torch.Tensor:
     end = int(index.bucket_offsets[table + 1]) * index.bucket_capacity
     counts = np.zeros(num_parts(end - begin, 4096) + 1, np.int64)
     digests = index.digests.numpy()[begin:end]
-    scores = index.scores.numpy()[begin:end]
+    column = index.stamps if int(index.strategies[table]) == SCORE_COMPOUND else index.scores
+    scores = column.numpy()[begin:end]
     _count_kernel(digests, scores, min_score, counts)
     starts = np.cumsum(counts)
     slots = np.empty(starts[-1], np.int64)

@@ -8,30 +8,36 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from dynamicemb.table.index import NOW, OLDEST, STEP, Index
-from dynamicemb.table.scores import SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_MIXED, SCORE_STEP, SCORE_TIMESTAMP
 from dynamicemb.table.triton.launch import launch, padded_tables
 
 _NOW = tl.constexpr(NOW)
 _OLDEST = tl.constexpr(OLDEST)
 _STEP = tl.constexpr(STEP)
+_SCORE_MIXED = tl.constexpr(SCORE_MIXED)
 _SCORE_STEP = tl.constexpr(SCORE_STEP)
 _SCORE_TIMESTAMP = tl.constexpr(SCORE_TIMESTAMP)
 
 
-def advance(index: Index, lag: int, strategy: int) -> None:
+def advance(index: Index, lag: int, training: bool = True) -> None:
     """Begin a step without a batch; ``open_batch`` does it with one.
 
     Args:
         index: the group's index; ``clock`` and, for strategies that move by themselves, ``score_values`` change.
         lag: how many steps before the new one the oldest protected step is.
-        strategy: SCORE_*, see ``table/scores.py``.
+        training: whether it is a training forward, which STEP scores count.
 
     Host sync: none. In a CUDA graph every replay is a new step with its own time: the GPU's global timer counts Unix
     nanoseconds.
     """
     on_gpu = index.clock.device.type == "cuda"
-    args = (index.clock, index.score_values, lag, 0 if on_gpu else time.time_ns(), index.num_tables)
-    constants = {"DEVICE_TIME": on_gpu, "STRATEGY": strategy, "TABLES": padded_tables(index.num_tables)}
+    args = (index.clock, index.score_values, index.strategies, lag, 0 if on_gpu else time.time_ns(), index.num_tables)
+    constants = {
+        "DEVICE_TIME": on_gpu,
+        "STRATEGY": index.strategy,
+        "TRAINING": training,
+        "TABLES": padded_tables(index.num_tables),
+    }
     launch(_advance_kernel, (1,), args, constants, num_warps=1)
 
 
@@ -43,8 +49,8 @@ def rebase(index: Index, shift: int) -> None:
 
 @triton.jit
 def advance_clock(
-    clock_ptr, score_values_ptr, lag, host_time, num_tables, DEVICE_TIME: tl.constexpr, STRATEGY: tl.constexpr,
-    TABLES: tl.constexpr,
+    clock_ptr, score_values_ptr, strategies_ptr, lag, host_time, num_tables, DEVICE_TIME: tl.constexpr,
+    STRATEGY: tl.constexpr, TRAINING: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
     """Begin a step; for one program to call."""
     step = tl.load(clock_ptr + _STEP) + 1
@@ -59,20 +65,31 @@ def advance_clock(
     t = tl.arange(0, TABLES)
     if STRATEGY == _SCORE_TIMESTAMP:
         tl.store(score_values_ptr + t, tl.zeros([TABLES], tl.int64) + now, mask=t < num_tables)
-    if STRATEGY == _SCORE_STEP:
+    if (STRATEGY == _SCORE_STEP) & TRAINING:
         value = tl.load(score_values_ptr + t, mask=t < num_tables, other=0)
         tl.store(score_values_ptr + t, value + 1, mask=t < num_tables)
+    if STRATEGY >= _SCORE_MIXED:
+        strategy = tl.load(strategies_ptr + t, mask=t < num_tables, other=-1)
+        value = tl.load(score_values_ptr + t, mask=strategy == _SCORE_STEP, other=0)
+        if TRAINING:
+            value += 1
+        value = tl.where(strategy == _SCORE_TIMESTAMP, now, value)
+        tl.store(score_values_ptr + t, value, mask=(strategy == _SCORE_TIMESTAMP) | (strategy == _SCORE_STEP))
 
 
 @triton.jit(do_not_specialize=["lag", "host_time", "num_tables"])
 def _advance_kernel(
     clock_ptr,
     score_values_ptr,
+    strategies_ptr,
     lag,
     host_time,
     num_tables,
     DEVICE_TIME: tl.constexpr,
     STRATEGY: tl.constexpr,
+    TRAINING: tl.constexpr,
     TABLES: tl.constexpr,
 ):
-    advance_clock(clock_ptr, score_values_ptr, lag, host_time, num_tables, DEVICE_TIME, STRATEGY, TABLES)
+    advance_clock(
+        clock_ptr, score_values_ptr, strategies_ptr, lag, host_time, num_tables, DEVICE_TIME, STRATEGY, TRAINING, TABLES
+    )

@@ -47,8 +47,9 @@ def rebuild(index: Index, table: int) -> None:
     """
     begin, end = (index.bucket_offsets[table : table + 2] * index.bucket_capacity).tolist()
     arrays = [a[begin:end] for a in (index.keys, index.digests, index.scores, index.rows, index.tags)]
+    arrays.append((index.stamps if index.has_stamps else index.scores)[begin:end])
     old = [a.clone() for a in arrays]
-    keys, digests, scores, rows, tags = old
+    _, digests, _, rows, tags, _ = old
     kept = (digests != DIGEST_EMPTY) & ((digests != DIGEST_ERASED) | (tags >= index.clock[OLDEST]))
     arrays[1].zero_()
     # Plain launch: a table's part of an array may begin anywhere.
@@ -56,6 +57,7 @@ def rebuild(index: Index, table: int) -> None:
         *arrays,
         *old,
         kept.to(torch.uint8),
+        STAMPS=index.has_stamps,
         BUCKET=index.bucket_capacity,
         TILE=min(_TILE, power_of_two(index.bucket_capacity)),
         num_warps=1,
@@ -73,12 +75,15 @@ def _rebuild_kernel(
     scores_ptr,
     rows_ptr,
     tags_ptr,
+    stamps_ptr,
     old_keys_ptr,
     old_digests_ptr,
     old_scores_ptr,
     old_rows_ptr,
     old_tags_ptr,
+    old_stamps_ptr,
     kept_ptr,
+    STAMPS: tl.constexpr,
     BUCKET: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -106,4 +111,6 @@ def _rebuild_kernel(
             tl.store(scores_ptr + slot, tl.load(old_scores_ptr + old))
             tl.store(rows_ptr + slot, tl.load(old_rows_ptr + old))
             tl.store(tags_ptr + slot, tl.load(old_tags_ptr + old))
+            if STAMPS:
+                tl.store(stamps_ptr + slot, tl.load(old_stamps_ptr + old))
             tl.debug_barrier()

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import CLAMPED, HITS, MISSES, NUM_COUNTERS, STEP, Index
+from dynamicemb.table.index import CLAMPED, HITS, MISSES, NOW, NUM_COUNTERS, STEP, Index
+from dynamicemb.table.scores import COUNT_ALL, COUNT_NONE, COUNT_SOME, SCORE_LFU
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
     bucket_of,
@@ -23,6 +24,11 @@ from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, note
 _BLOCK = 64
 _NUM_WARPS = 1
 
+_COUNT_ALL = tl.constexpr(COUNT_ALL)
+_COUNT_NONE = tl.constexpr(COUNT_NONE)
+_COUNT_SOME = tl.constexpr(COUNT_SOME)
+_SCORE_LFU = tl.constexpr(SCORE_LFU)
+
 
 def find(
     index: Index,
@@ -38,7 +44,7 @@ def find(
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         touch: whether scores, tags and the hit and miss counters change.
-        frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only LFU reads it.
+        frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only tables that count read it.
 
     Returns:
         i32 ``[N]`` row ids, -1 where the id is not in its table.
@@ -74,18 +80,21 @@ def _find(
         return out
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
-        index.clock, index.counters, ids, table_ranges, out, ids if frequencies is None else frequencies,
+        index.strategies, index.stamps if index.has_stamps else index.scores, index.clock, index.counters, ids,
+        table_ranges, out, ids if frequencies is None else frequencies,
         ids if missing is None else missing.entries(), out if missing is None else missing.counts, ids.numel(),
         index.num_tables,
     )  # fmt: skip
     constants = {
         "BUCKET": index.bucket_capacity,
         "TOUCH": touch,
-        "ACCUMULATE": index.accumulate,
+        "COUNTING": index.counting,
+        "STAMPS": index.has_stamps,
         "HAS_FREQUENCIES": frequencies is not None,
         "SLOTS": slots,
         "LIST": missing is not None,
         "STEP_INDEX": STEP,
+        "NOW_INDEX": NOW,
         "HITS_COLUMN": HITS,
         "MISSES_COLUMN": MISSES,
         "CLAMPED_COLUMN": CLAMPED,
@@ -146,17 +155,20 @@ def slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, pending, BUC
 
 
 @triton.jit
-def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, ACCUMULATE: tl.constexpr):
-    """Tag the slots that were hit with the step, and give them the score or add the amount to theirs.
+def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, COUNTING: tl.constexpr):
+    """Tag the slots that were hit with the step, and give them the score or, where it counts, add the amount to theirs.
+
+    Returns which lanes tagged a slot.
 
     Most occurrences come too late to change anything, and reading the tag is cheaper than writing it again.
     """
     fresh = hit & (tl.load(tags_ptr + slot, mask=hit, other=0) != step)
     tl.store(tags_ptr + slot, step, mask=fresh)
-    if ACCUMULATE:
-        tl.atomic_add(scores_ptr + slot, amount, mask=hit, sem="relaxed")
-    else:
-        tl.store(scores_ptr + slot, score, mask=fresh)
+    if COUNTING != _COUNT_NONE:
+        tl.atomic_add(scores_ptr + slot, amount, mask=hit & counts, sem="relaxed")
+    if COUNTING != _COUNT_ALL:
+        tl.store(scores_ptr + slot, score, mask=fresh & (counts == 0))
+    return fresh
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_tables"])
@@ -168,6 +180,8 @@ def _find_kernel(
     tags_ptr,
     bucket_offsets_ptr,
     score_values_ptr,
+    strategies_ptr,
+    stamps_ptr,
     clock_ptr,
     counters_ptr,
     ids_ptr,
@@ -180,11 +194,13 @@ def _find_kernel(
     num_tables,
     BUCKET: tl.constexpr,
     TOUCH: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    COUNTING: tl.constexpr,
+    STAMPS: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     SLOTS: tl.constexpr,
     LIST: tl.constexpr,
     STEP_INDEX: tl.constexpr,
+    NOW_INDEX: tl.constexpr,
     HITS_COLUMN: tl.constexpr,
     MISSES_COLUMN: tl.constexpr,
     CLAMPED_COLUMN: tl.constexpr,
@@ -206,13 +222,18 @@ def _find_kernel(
     else:
         row = tl.load(rows_ptr + slot, mask=hit, other=-1)
     amount = tl.full([BLOCK], 1, tl.int64)
-    if HAS_FREQUENCIES & ACCUMULATE:
+    if (COUNTING != _COUNT_NONE) & HAS_FREQUENCIES:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
         if tl.max(clamped.to(tl.int32), 0) > 0:
             count_by_table(counters_ptr + CLAMPED_COLUMN, table, clamped, NUM_COLUMNS)
     if TOUCH:
-        touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
-              tl.load(score_values_ptr + table), ACCUMULATE)  # fmt: skip
+        counts = tl.full([BLOCK], COUNTING == _COUNT_ALL, tl.int1)
+        if COUNTING == _COUNT_SOME:
+            counts = tl.load(strategies_ptr + table) >= _SCORE_LFU
+        fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
+                      tl.load(score_values_ptr + table), counts, COUNTING)  # fmt: skip
+        if STAMPS:
+            tl.store(stamps_ptr + slot, tl.load(clock_ptr + NOW_INDEX), mask=fresh)
         count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:

@@ -24,12 +24,17 @@ class Inserted(NamedTuple):
         num_leaders = int(self.missing.tensor("counts", 1)[0]) + 1
         parts = ("positions", "outcomes", "victim_ids", "victim_scores")
         positions, outcomes, victim_ids, victim_scores = (self.missing.tensor(part, num_leaders) for part in parts)
+        has_stamps = self.missing.places.victim_stamps < self.missing.places.leader_tables
         positions, by_position = positions.long().sort()
         outcomes = outcomes[by_position]
         evicted = outcomes == EVICTED_OUTCOME
         victims = by_position[evicted]
         return InsertResult(
-            positions[outcomes != FAILED_OUTCOME], positions[evicted], victim_ids[victims], victim_scores[victims]
+            positions[outcomes != FAILED_OUTCOME],
+            positions[evicted],
+            victim_ids[victims],
+            victim_scores[victims],
+            self.missing.tensor("victim_stamps", num_leaders)[victims] if has_stamps else victim_ids[:0],
         )
 
 
@@ -51,7 +56,7 @@ def find_or_insert(
         initializers: how new rows are filled.
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
-        frequencies: i64 ``[N]``, how often each occurrence counts (LFU); None is once.
+        frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
         state_values: f32 ``[T]``, what optimizer state starts at.
         scratch: of ``open_batch``; None allocates and fills it here. Its ``ordered`` says whether the ids of a bucket
             are placed in batch order, as on the CPU, so that the same ids get the same rows and, where a bucket cannot

@@ -4,16 +4,22 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.scores import COUNT_ALL, COUNT_SOME, SCORE_LFU
 from dynamicemb.table.triton.hashing import digest_of, group_of, mix
 from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.philox import words_of
+from dynamicemb.table.triton.score_function import compile_score, ranks
 
 # A bucket of up to so many slots is held in registers while its leaders are placed: on an H200 that makes evictions
 # 17 % faster than reading it again for each. A larger one is looked at so many slots at a time.
 _TILE = 1024
 _SLOTS_PER_WARP = 256
+
+_COUNT_ALL = tl.constexpr(COUNT_ALL)
+_COUNT_SOME = tl.constexpr(COUNT_SOME)
+_SCORE_LFU = tl.constexpr(SCORE_LFU)
 
 
 def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
@@ -27,7 +33,8 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     Args:
         index: the group's index.
         rows: i32 ``[N]``; the leaders' entries become their rows, or -1 where they failed.
-        missing: the lists. Written: ``leader_rows``, ``outcomes``, ``victim_ids``, ``victim_scores``.
+        missing: the lists. Written: ``leader_rows``, ``outcomes``, ``victim_ids``, ``victim_scores``,
+            ``victim_stamps``.
 
     Concurrency: a program owns the lists it takes, so all buckets on them; it reads back what it wrote itself after a
     barrier. Host sync: none; the grid is persistent and reads the number of lists from the device. Bytes moved: per
@@ -40,18 +47,27 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     grid = persistent_grid(rows.device, rows.numel(), num_warps)
     m = missing
     args = (
-        index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.clock, rows, m.heads,
-        m.counts, m.leader_ids, m.leader_tables, m.leader_buckets, m.positions, m.next, m.work, m.leader_rows,
-        m.outcomes, m.victim_ids, m.victim_scores, m.amounts,
+        index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.strategies,
+        index.stamps if index.has_stamps else index.scores, index.clock, rows, m.heads, m.counts,
+        m.leader_ids, m.leader_tables, m.leader_buckets, m.positions, m.next, m.work, m.leader_rows,
+        m.outcomes, m.victim_ids, m.victim_scores, m.victim_stamps, m.amounts,
     )  # fmt: skip
     constants = {
         "BUCKET": capacity,
         "TILE": tile,
-        "ACCUMULATE": index.accumulate,
+        "COUNTING": index.counting,
+        "STAMPS": index.has_stamps,
         "STEP_INDEX": STEP,
+        "NOW_INDEX": NOW,
         "OLDEST_INDEX": OLDEST,
+        "FUNCTION": None,
     }
-    launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
+    if index.score_function is None:
+        launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
+    else:
+        # Products are rounded before they are added, as on the CPU.
+        constants["FUNCTION"] = compile_score(index.score_function)
+        launch(_insert_kernel, grid, args, constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -98,7 +114,8 @@ def _lowest(keys_ptr, score, tag, place, oldest, ALWAYS: tl.constexpr):
 
 @triton.jit
 def _choose(
-    keys_ptr, tags_ptr, scores_ptr, digest, tag, score, known, base, start, oldest, BUCKET: tl.constexpr
+    keys_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, base, start, oldest, now,
+    BUCKET: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Choose a slot in a bucket that is held in registers.
 
@@ -114,7 +131,7 @@ def _choose(
     crowded = tl.maximum(tl.max((digest == 1).to(tl.int32), 0), (first == BUCKET).to(tl.int32))
     if crowded > known:
         tl.debug_barrier()
-        tag, score = _tags_and_scores(tags_ptr, scores_ptr, place, lane < BUCKET)
+        tag, score = _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, place, lane < BUCKET, now, FUNCTION)
         known = crowded
         first = _first_free(digest, tag, order, oldest, BUCKET)
     slot = _wrapped(start + first, BUCKET)
@@ -128,7 +145,8 @@ def _choose(
 
 @triton.jit
 def _choose_in_large(
-    keys_ptr, digests_ptr, tags_ptr, scores_ptr, base, start, oldest, BUCKET: tl.constexpr, TILE: tl.constexpr
+    keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, now, BUCKET: tl.constexpr,
+    TILE: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Choose a slot in a bucket that is larger than a tile; returns the first four results of ``_choose``."""
     first = tl.full([], BUCKET, tl.int32)
@@ -144,9 +162,32 @@ def _choose_in_large(
     victim = tl.full([], 0, tl.int64)
     score = tl.full([], 0, tl.int64)
     if first == BUCKET:
-        slot, score = _lowest_in_large(keys_ptr, scores_ptr, tags_ptr, base, oldest, BUCKET, TILE)
+        slot, score = _lowest_in_large(
+            keys_ptr, scores_ptr, tags_ptr, stamps_ptr, base, oldest, now, BUCKET, TILE, FUNCTION
+        )
         victim = tl.load(keys_ptr + base + slot, mask=slot < BUCKET, other=0)
     return slot, first == BUCKET, victim, score
+
+
+@triton.jit
+def _choose_slot(
+    keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base, start, oldest,
+    now, BUCKET: tl.constexpr, TILE: tl.constexpr, FUNCTION: tl.constexpr,
+):  # fmt: skip
+    """Choose a slot; returns what ``_choose`` does, of which the last four are as they were for a large bucket."""
+    if TILE >= BUCKET:
+        slot, full, victim, victim_score, tag, score, known, crowded = _choose(
+            keys_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, base, start, oldest, now, BUCKET,
+            FUNCTION
+        )  # fmt: skip
+    else:
+        slot, full, victim, victim_score = _choose_in_large(
+            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, now, BUCKET, TILE, FUNCTION
+        )
+    if FUNCTION is not None:
+        # What is known of the victim is its rank.
+        victim_score = tl.load(scores_ptr + base + slot, mask=slot < BUCKET, other=0)
+    return slot, full, victim, victim_score, tag, score, known, crowded
 
 
 @triton.jit
@@ -156,28 +197,36 @@ def _wrapped(place, BUCKET: tl.constexpr):
 
 
 @triton.jit
-def _lowest_in_large(keys_ptr, scores_ptr, tags_ptr, base, oldest, BUCKET: tl.constexpr, TILE: tl.constexpr):
+def _lowest_in_large(
+    keys_ptr, scores_ptr, tags_ptr, stamps_ptr, base, oldest, now, BUCKET: tl.constexpr, TILE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+):  # fmt: skip
     """Return the slot in its bucket and the score ``_lowest`` asks for; slot BUCKET if all are protected."""
     slot = tl.full([], BUCKET, tl.int32)
-    slot_score = tl.full([], 0, tl.int64)
+    slot_score = tl.full([], 0, tl.uint64)
     slot_mixed = tl.full([], 0, tl.uint64)
     for begin in range(0, BUCKET, TILE):
         lane = begin + tl.arange(0, TILE)
-        tag, score = _tags_and_scores(tags_ptr, scores_ptr, base + lane, lane < BUCKET)
+        tag, score = _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, base + lane, lane < BUCKET, now, FUNCTION)
         first, low, mixed = _lowest(keys_ptr, score, tag, base + lane, oldest, True)
+        # Ranks order as unsigned integers; scores are not negative.
+        low = low.to(tl.uint64, bitcast=True)
         better = (low < slot_score) | ((low == slot_score) & (mixed < slot_mixed))
         better = (first < TILE) & ((slot == BUCKET) | better)
         slot = tl.where(better, begin + first, slot)
         slot_score = tl.where(better, low, slot_score)
         slot_mixed = tl.where(better, mixed, slot_mixed)
-    return slot, slot_score
+    return slot, slot_score.to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def _tags_and_scores(tags_ptr, scores_ptr, place, mask):
-    """Read tags and scores; what is masked reads as protected."""
+def _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, place, mask, now, FUNCTION: tl.constexpr):
+    """Read tags and scores, or with a score function their ranks; what is masked reads as protected."""
     tag = tl.load(tags_ptr + place, mask=mask, other=0x7FFFFFFF)
-    return tag, tl.load(scores_ptr + place, mask=mask, other=0)
+    score = tl.load(scores_ptr + place, mask=mask, other=0)
+    if FUNCTION is not None:
+        score = ranks(tl.load(stamps_ptr + place, mask=mask, other=0), score, now, FUNCTION)
+    return tag, score
 
 
 @triton.jit
@@ -208,6 +257,28 @@ def _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, slot, key, digest, scor
 
 
 @triton.jit
+def _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING: tl.constexpr):
+    """Return the score of a new id: the table's, or the sum of its occurrences, at the place that its entry names."""
+    score = tl.load(score_values_ptr + table)
+    if COUNTING == _COUNT_ALL:
+        score = tl.load(amounts_ptr + (-2 - tl.load(entry_ptr)))
+    if COUNTING == _COUNT_SOME:
+        counts = tl.load(strategies_ptr + table) >= _SCORE_LFU
+        amount = tl.load(amounts_ptr + (-2 - tl.load(entry_ptr)), mask=counts, other=0)
+        score = tl.where(counts, amount, score)
+    return score
+
+
+@triton.jit
+def _stamp(stamp_ptr, victim_stamp_ptr, now, placed, full):
+    """Stamp a slot, and keep the stamp of the id that must go."""
+    tl.store(victim_stamp_ptr, tl.load(stamp_ptr, mask=placed & full, other=0), mask=placed & full)
+    # All threads have read before one of them writes.
+    tl.debug_barrier()
+    tl.store(stamp_ptr, now, mask=placed)
+
+
+@triton.jit
 def _insert_kernel(
     keys_ptr,
     digests_ptr,
@@ -215,6 +286,8 @@ def _insert_kernel(
     rows_ptr,
     tags_ptr,
     score_values_ptr,
+    strategies_ptr,
+    stamps_ptr,
     clock_ptr,
     out_ptr,
     heads_ptr,
@@ -229,15 +302,22 @@ def _insert_kernel(
     outcomes_ptr,
     victim_ids_ptr,
     victim_scores_ptr,
+    victim_stamps_ptr,
     amounts_ptr,
     BUCKET: tl.constexpr,
     TILE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    COUNTING: tl.constexpr,
+    STAMPS: tl.constexpr,
     STEP_INDEX: tl.constexpr,
+    NOW_INDEX: tl.constexpr,
     OLDEST_INDEX: tl.constexpr,
+    FUNCTION: tl.constexpr,
 ):
     step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
     oldest = tl.load(clock_ptr + OLDEST_INDEX).to(tl.int32)
+    now = oldest
+    if STAMPS:
+        now = tl.load(clock_ptr + NOW_INDEX)
     num_lists = tl.load(counts_ptr + 1) + 1
     stride = tl.num_programs(0)
     lane = tl.arange(0, TILE)
@@ -251,8 +331,7 @@ def _insert_kernel(
     digest = tl.full([TILE], 2, tl.uint8)
     tag = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     score = tl.full([TILE], 0, tl.int64)
-    known = tl.full([], 0, tl.int32)
-    crowded = tl.full([], 0, tl.int32)
+    known, crowded = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     while k >= 0:
         h = mix(key)
         start = group_of(h, BUCKET // 16).to(tl.int32) * 16
@@ -262,7 +341,9 @@ def _insert_kernel(
         if (TILE >= BUCKET) & (bucket != held):
             digest = tl.load(digests_ptr + base + lane, mask=lane < BUCKET, other=2)
             # Full buckets come together: where the last one needed tags and scores, this one is taken to do so too.
-            tag, score = _tags_and_scores(tags_ptr, scores_ptr, base + lane, lane < crowded * BUCKET)
+            tag, score = _tags_and_scores(
+                tags_ptr, scores_ptr, stamps_ptr, base + lane, lane < crowded * BUCKET, now, FUNCTION
+            )
             known, held = crowded, bucket
         ends = following < 0
         successor = tl.where(ends, upcoming, following)
@@ -271,27 +352,23 @@ def _insert_kernel(
             q += stride
             upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
         table = tl.load(leader_tables_ptr + k)
-        position = tl.load(positions_ptr + k)
-        if TILE >= BUCKET:
-            slot, full, victim, victim_score, tag, score, known, crowded = _choose(
-                keys_ptr, tags_ptr, scores_ptr, digest, tag, score, known, base, start, oldest, BUCKET
-            )
-        else:
-            slot, full, victim, victim_score = _choose_in_large(
-                keys_ptr, digests_ptr, tags_ptr, scores_ptr, base, start, oldest, BUCKET, TILE
-            )
+        entry_ptr = out_ptr + tl.load(positions_ptr + k)
+        slot, full, victim, victim_score, tag, score, known, crowded = _choose_slot(
+            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base, start,
+            oldest, now, BUCKET, TILE, FUNCTION
+        )  # fmt: skip
         placed = slot < BUCKET
         tl.store(victim_ids_ptr + k, victim, mask=placed & full)
         tl.store(victim_scores_ptr + k, victim_score, mask=placed & full)
         row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
-        new_score = tl.load(score_values_ptr + table)
-        if ACCUMULATE:
-            new_score = tl.load(amounts_ptr + (-2 - tl.load(out_ptr + position)))
+        new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
+        if STAMPS:
+            _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, now, placed, full)
         _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, base + slot, key, digest_of(h), new_score, step, placed)
         mine = placed & (lane == slot)
         digest = tl.where(mine, digest_of(h), digest)
         tag = tl.where(mine, step, tag)
-        tl.store(out_ptr + position, row)
+        tl.store(entry_ptr, row)
         tl.store(leader_rows_ptr + k, row)
         tl.store(outcomes_ptr + k, tl.where(placed, tl.where(full, 2, 1), 0))
         k, key, bucket, following = successor, next_key, next_bucket, next_following

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
+from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
 from dynamicemb.table.triton.launch import carve, cdiv, launch, padded_tables, persistent_grid, power_of_two
@@ -55,6 +56,7 @@ class _Places(NamedTuple):
     leader_ids: int
     victim_ids: int
     victim_scores: int
+    victim_stamps: int
     leader_tables: int
     leader_buckets: int
     positions: int
@@ -66,9 +68,10 @@ class _Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _places(num_ids: int, num_claims: int, num_lists: int, accumulate: bool) -> _Places:
+def _places(num_ids: int, num_claims: int, num_lists: int, counts: bool, stamps: bool) -> _Places:
     padded = (num_ids + 3) // 4 * 4
-    sizes = [num_claims, num_lists, 4, 2 * num_claims if accumulate else 0, *[2 * padded] * 3, *[padded] * 7]
+    sizes = [num_claims, num_lists, 4, 2 * num_claims if counts else 0, *[2 * padded] * 3]
+    sizes += [2 * padded if stamps else 0, *[padded] * 7]
     return _Places(*itertools.accumulate(sizes, initial=0))
 
 
@@ -90,10 +93,11 @@ class Missing:
         heads: i32 ``[num_lists]``, the last leader of each list, or -1. Bucket b is on list ``b % num_lists``: with
             more buckets than places for lists, several buckets share one list and its owner.
         counts: i32 ``[3]``: leaders, lists that are not empty, missing occurrences, each minus 1.
-        amounts: i64 ``[num_claims]``, occurrences or frequencies of the place's id, for LFU; else of no use.
+        amounts: i64 ``[num_claims]``, occurrences or frequencies of the place's id, where a table counts; else nothing.
         leader_ids: i64 ``[N]``, of which ``[L]`` count, like all that follow.
         victim_ids: i64 ``[N]``, who was evicted for the leader.
         victim_scores: i64 ``[N]``.
+        victim_stamps: i64 ``[N]``, or nothing in a group without stamps.
         leader_tables: i32 ``[N]``.
         leader_buckets: i32 ``[N]``.
         positions: i32 ``[N]``, the leading occurrence.
@@ -116,6 +120,7 @@ class Missing:
     leader_ids: Any
     victim_ids: Any
     victim_scores: Any
+    victim_stamps: Any
     leader_tables: Any
     leader_buckets: Any
     positions: Any
@@ -138,9 +143,11 @@ class Missing:
             ordered = torch.are_deterministic_algorithms_enabled()
         num_claims = max(4, power_of_two(2 * num_ids))
         num_lists = max(4, min(num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
-        places = _places(num_ids, num_claims, num_lists, index.accumulate)
+        counts = index.counting != COUNT_NONE
+        places = _places(num_ids, num_claims, num_lists, counts, index.has_stamps)
         scratch = torch.empty(places.end, dtype=torch.int32, device=index.keys.device)
-        sizes = (num_claims, num_lists, 4, num_claims if index.accumulate else 0, *[num_ids] * 10)
+        num_stamps = num_ids if index.has_stamps else 0
+        sizes = (num_claims, num_lists, 4, num_claims if counts else 0, *[num_ids] * 3, num_stamps, *[num_ids] * 7)
         parts = [
             carve(scratch, begin, size, dtype) for begin, size, dtype in zip(places, sizes, _PART_DTYPES, strict=False)
         ]
@@ -173,7 +180,7 @@ class Missing:
         return self.victim_ids
 
 
-_PART_DTYPES = (*[torch.int32] * 3, *[torch.int64] * 4, *[torch.int32] * 7)
+_PART_DTYPES = (*[torch.int32] * 3, *[torch.int64] * 5, *[torch.int32] * 7)
 
 
 def elect(
@@ -187,7 +194,7 @@ def elect(
         ids: i64 ``[N]``.
         rows: i32 ``[N]``; the entries of missing occurrences become ``-2 - place``.
         table_ranges: i64 ``[T+1]``.
-        frequencies: i64 ``[N]`` or None; only LFU reads it.
+        frequencies: i64 ``[N]`` or None; only tables that count read it.
         missing: the scratch memory, with the missing occurrences noted.
 
     Host sync: none; the grid is persistent. Bytes moved per missing occurrence: 8 entry, 8 id, 4 place, 4 row; per
@@ -201,7 +208,7 @@ def elect(
         missing.num_claims - 1, missing.num_lists - 1,
     )  # fmt: skip
     constants = {
-        "ACCUMULATE": index.accumulate,
+        "COUNTS": index.counting != COUNT_NONE,
         "HAS_FREQUENCIES": frequencies is not None,
         "ORDERED": missing.ordered,
         "BLOCK": block,
@@ -323,7 +330,7 @@ def _elect_kernel(
     amounts_ptr,
     claims_mask,
     lists_mask,
-    ACCUMULATE: tl.constexpr,
+    COUNTS: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     ORDERED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -340,7 +347,7 @@ def _elect_kernel(
         h = mix(ids)
         place, leader = _claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED)
         tl.store(rows_ptr + i, -2 - place, mask=miss)
-        if ACCUMULATE:
+        if COUNTS:
             amount = tl.full([BLOCK], 1, tl.int64)
             if HAS_FREQUENCIES:
                 amount, _ = clamp_frequencies(tl.load(frequencies_ptr + i, mask=miss, other=1))

@@ -24,7 +24,7 @@ def open_batch(
     offsets: torch.Tensor,
     layout: FeatureLayout,
     num_ids: int,
-    step: tuple[int, int] | None = None,
+    lag: int | None = None,
     deterministic: bool | None = None,
 ) -> OpenBatch:
     """Begin a lookup, for training with the step that it is; one launch for what would be eight.
@@ -34,11 +34,11 @@ def open_batch(
     begins is empty. Boundaries that are outside of ``0..N``, decrease, or do not span all ids are counted, per table.
 
     Args:
-        index: the group's index. With ``step`` its clock advances, see ``advance``; counters change by illegal offsets.
+        index: the group's index. With ``lag`` its clock advances, see ``advance``; counters change by illegal offsets.
         offsets: i64 ``[F*B+1]`` as the caller gave them; not kept, so that he may refill them.
         layout: tables of the features.
         num_ids: N.
-        step: ``(lag, strategy)`` of ``advance``; None for evaluation.
+        lag: of ``advance``; None for evaluation.
         deterministic: whether ids are placed in batch order; None asks
             ``torch.are_deterministic_algorithms_enabled()``.
 
@@ -55,19 +55,18 @@ def open_batch(
     pooled = layout.pooling != POOLING_NONE
     ranges = torch.empty(num_tables + 1, dtype=torch.int64, device=device)
     safe = torch.empty_like(offsets) if pooled else ranges
-    missing = None if step is None else Missing.allocate(index, num_ids, deterministic)
+    missing = None if lag is None else Missing.allocate(index, num_ids, deterministic)
     tables = padded_tables(num_tables + 1)
     block = max(32, _TILE // tables)
     num_ones, num_words = (0, 0) if missing is None else (missing.num_ones, missing.num_filled)
-    lag, strategy = (0, -1) if step is None else step
     args = (
-        offsets, layout.table_features, index.counters, index.clock, index.score_values, ranges, safe,
-        ranges if missing is None else missing.scratch, num_offsets, num_ids, layout.batch_size, num_tables, lag,
+        offsets, layout.table_features, index.counters, index.clock, index.score_values, index.strategies, ranges, safe,
+        ranges if missing is None else missing.scratch, num_offsets, num_ids, layout.batch_size, num_tables, lag or 0,
         0 if device.type == "cuda" else time.time_ns(), num_ones, num_words,
     )  # fmt: skip
     constants = {
         "POOLED": pooled,
-        "STRATEGY": strategy,
+        "STRATEGY": -1 if lag is None else index.strategy,
         "DEVICE_TIME": device.type == "cuda",
         "TABLES": tables,
         "BLOCK": block,
@@ -98,6 +97,7 @@ def _open_kernel(
     counters_ptr,
     clock_ptr,
     score_values_ptr,
+    strategies_ptr,
     ranges_ptr,
     safe_ptr,
     scratch_ptr,
@@ -128,7 +128,10 @@ def _open_kernel(
     if tl.program_id(0) == 0:
         tl.store(ranges_ptr + t, tl.associative_scan(boundary, 0, _maximum), mask=t <= num_tables)
         if STRATEGY >= 0:
-            advance_clock(clock_ptr, score_values_ptr, lag, host_time, num_tables, DEVICE_TIME, STRATEGY, TABLES)
+            advance_clock(
+                clock_ptr, score_values_ptr, strategies_ptr, lag, host_time, num_tables, DEVICE_TIME, STRATEGY, True,
+                TABLES,
+            )  # fmt: skip
     first = tl.program_id(0) * BLOCK
     if first < num_offsets:
         k = first + tl.arange(0, BLOCK)
