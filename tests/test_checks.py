@@ -94,6 +94,15 @@ def test_a_plan_leaves_tables_out_that_nobody_asked_for() -> None:
     assert group.plan_inserts(ids[:0], ranges(0, 0), [0, 1]) == [InsertPlan(0, 0, 0), InsertPlan(1, 0, 0)]
 
 
+def test_the_tag_of_an_empty_slot_means_nothing_to_a_plan() -> None:
+    group = make_group("cpu", [16])
+    group.index.tags.fill_(99)
+    assert group.plan_inserts(torch.arange(17), ranges(17), [0]) == [InsertPlan(0, 1, 17)]
+    with_erased = [InsertPlan(0, 3, 17)]
+    group.index.digests[:2] = 1
+    assert group.plan_inserts(torch.arange(17), ranges(17), [0]) == with_erased
+
+
 def test_a_plan_of_many_buckets_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group("cpu", [16 * 40])
     rows = torch.full((900,), -1, dtype=torch.int32)

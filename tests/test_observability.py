@@ -1,7 +1,10 @@
 """What a user can see of a module while it trains: statistics, representation, profiler ranges, bucket loads."""
 
 import copy
+import json
 import pickle
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +18,10 @@ from dynamicemb.table.layout import locate
 from dynamicemb.table.stats import CounterReader
 from tests.lookups import NONE, SUM, bag_per_id, batch, make_module, options
 from tests.tables import device_of, make_group, ranges, use_backend
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import monitoring
 
 # Statistics
 
@@ -197,3 +204,61 @@ def test_bucket_loads_of_a_module_are_asked_by_name() -> None:
     assert module.bucket_loads("b").tolist() == [0] * 16 + [1]
     with pytest.raises(ValueError, match="'c'"):
         module.bucket_loads("c")
+
+
+# The example's callback
+
+
+class Scalars(dict):
+    """A writer that keeps everything, by tag and step."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        assert (tag, step) not in self
+        self[tag, step] = value
+
+
+def test_the_example_logs_every_statistic_to_any_writer() -> None:
+    modules = [make_module([options(), options()]), make_module(table_names=["other"])]
+    writer = Scalars()
+    logger = monitoring.TableLogger(modules, writer, every=2)
+    for step in range(1, 6):
+        modules[0](*batch([1, 2, step], [7])).sum().backward()
+        logger(step)
+    logger.finish(5)
+    stats = modules[0].stats()["a"]
+    assert {tag for tag, step in writer if step == 5 and tag.startswith("tables/a/")} == {
+        f"tables/a/{name}" for name in (*stats, "hit_rate")
+    }
+    assert {step for _, step in writer} == {2, 4, 5}
+    assert all(writer[f"tables/a/{name}", 5] == value for name, value in stats.items())
+    # Steps 1 and 2: [1, 2, 1], [1, 2, 2] after an empty table; from then on only the third id is new.
+    assert [writer["tables/a/hit_rate", step] for step in (2, 4, 5)] == [0.5, 4 / 6, 2 / 3]
+    assert writer["tables/other/size", 4] == 0 and ("tables/other/hit_rate", 4) not in writer
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        monitoring.TableLogger(modules, writer, every=0)
+
+
+def test_the_example_writes_json_lines_without_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    writer = monitoring.open_writer(tmp_path / "run")
+    writer.add_scalar("tables/a/load", 0.25, 3)
+    writer.add_scalar("tables/a/size", 16, 3)
+    writer.close()
+    lines = (tmp_path / "run" / "scalars.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == {"step": 3, "tag": "tables/a/load", "value": 0.25} and len(lines) == 2
+
+
+def test_the_example_describes_and_draws_bucket_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert (
+        monitoring.fullest(torch.tensor([1, 0, 3, 1])) == "5 buckets of 3 slots: 2 ids at the median, 3 at most, 1 full"
+    )
+    module = make_module([options(capacity=128), options(capacity=32)])
+    module(*batch(range(100), []))
+    loads = monitoring.bucket_loads([module])
+    assert loads.keys() == {"a", "b"} and int((loads["a"] * torch.arange(17)).sum()) == module.stats()["a"]["size"]
+    assert monitoring.fullest(loads["b"]) == "2 buckets of 16 slots: 0 ids at the median, 0 at most, 0 full"
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "new" / "loads.png"
+    assert monitoring.plot_bucket_loads(loads, picture) and picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not monitoring.plot_bucket_loads(loads, tmp_path / "none.png")
