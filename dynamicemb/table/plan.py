@@ -53,9 +53,6 @@ def plan_inserts(
     """
     positions = (rows < 0).nonzero().flatten()
     owners = torch.searchsorted(table_ranges, positions, right=True) - 1
-    wanted = torch.zeros(index.num_tables, dtype=torch.bool, device=ids.device)
-    wanted[tables] = True
-    positions, owners = positions[wanted[owners]], owners[wanted[owners]]
     buckets, demand = _demand(_bucket_of(index, ids[positions], owners), ids[positions])
     oldest = (index.clock[STEP] + 1 - lag).clamp(min=1)
     room = _room(index, buckets, rows[rows >= 0], oldest)
