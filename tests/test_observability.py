@@ -46,6 +46,8 @@ def test_stats_without_waiting_are_those_with(backend: str) -> None:
     assert all(expected["a"][name] > 0 for name in ("hits", "misses", "inserted", "evicted"))
     assert expected["b"]["erased"] > 0 and 0 < expected["b"]["size"] < 32
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        # Also before anything was sent.
+        assert twin.tables.counter_reader.latest() == module.tables.index.counters.tolist()
         assert twin.stats(wait=False) == expected
         twin(*batch([], [77, 78]))
         assert twin.stats(wait=False)["b"]["misses"] == expected["b"]["misses"] + 2
@@ -134,7 +136,7 @@ def test_the_representation_is_one_line_with_sizes_the_host_knows() -> None:
     lfu = DynamicEmbScoreStrategy.LFU
     module = make_module([options(4, 64, score_strategy=lfu), options(8, 32, score_strategy=lfu)], optimizer="adam")
     module(*batch(range(16), [1, 1]))
-    expected = "a: 64x4 (16 ids, 25%), b: 32x8 (1 ids, 3%), LFU, adam, SUM, device=cpu"
+    expected = "a: 64x4 LFU (16 ids, 25%), b: 32x8 LFU (1 ids, 3%), adam, SUM, device=cpu"
     assert repr(module) == f"BatchedDynamicEmbeddingTablesV2({expected})"
 
 

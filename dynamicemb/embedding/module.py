@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynamicemb.dynamicemb_config import (
-    DynamicEmbPoolingMode,
-    DynamicEmbScoreStrategy,
-    DynamicEmbTableOptions,
-    warning_for_cstm_score,
-)
+from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
 from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.construct import (
     build_group,
@@ -532,13 +527,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         group = self._group
         stats = group.stats(wait=False) if group.device.type == "cpu" else {}
         tables = []
-        for name, capacity, dim in zip(group.names, group.capacities, self.dims, strict=True):
+        for name, capacity, option in zip(group.names, group.capacities, self.table_options, strict=True):
             size = f" ({stats[name]['size']} ids, {stats[name]['load']:.0%})" if stats else ""
-            tables.append(f"{name}: {capacity}x{dim}{size}")
-        strategy = self.table_options[0].score_strategy
-        assert isinstance(strategy, DynamicEmbScoreStrategy)
-        settings = (strategy.name, self.optimizer_spec.name, self.pooling_mode.name, f"device={group.device}")
-        return ", ".join([*tables, *settings])
+            tables.append(f"{name}: {capacity}x{option.dim} {_strategy_name(option)}{size}")
+        return ", ".join([*tables, self.optimizer_spec.name, self.pooling_mode.name, f"device={group.device}"])
 
     # Module protocol
 
@@ -561,6 +553,12 @@ def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.
     weights = batch.per_sample_weights
     weights = None if weights is None else weights.detach().float().contiguous()
     return Lookup(batch.ids, rows, opened.table_ranges, opened.offsets, layout, weights)
+
+
+def _strategy_name(option: DynamicEmbTableOptions) -> str:
+    strategy = option.score_strategy
+    parts = strategy if isinstance(strategy, tuple) else (strategy,)
+    return "+".join(part.name for part in parts if part is not None)
 
 
 def _check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:
