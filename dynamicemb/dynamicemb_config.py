@@ -1,6 +1,7 @@
 """Table options, and the documented import path of everything that sizes or ranks a table."""
 
 import enum
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ __all__ = [
     "get_sharded_table_capacity",
     "get_table_row_bytes",
     "get_table_value_bytes",
+    "is_deterministic",
     "normalize_score_strategy",
     "row_bytes",
     "score_dump_permutation",
@@ -115,6 +117,7 @@ DEBUG_EMB_INITIALIZER_MOD = 100_000
 MAX_DIM = 2048
 SUPPORTED_DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 DynamicEmbKernel = "DynamicEmb"
+DEMB_DETERMINISM_MODE = "DEMB_DETERMINISM_MODE"
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -132,6 +135,15 @@ class DynamicEmbCheckMode(enum.IntEnum):
     ERROR = 0
     WARNING = 1
     IGNORE = 2
+
+
+def is_deterministic() -> bool:
+    """Say whether equal inputs must give bitwise equal tables, also on a GPU.
+
+    They must under ``torch.use_deterministic_algorithms(True)``, and while the environment has a variable
+    DEMB_DETERMINISM_MODE, whatever its value. Asked at every lookup.
+    """
+    return torch.are_deterministic_algorithms_enabled() or DEMB_DETERMINISM_MODE in os.environ
 
 
 def complete_initializer_args(
@@ -192,7 +204,9 @@ class DynamicEmbTableOptions:
             have tables of several strategies; TorchRec gives them to several modules.
         bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket. Tables of one
             module must agree.
-        safe_check_mode: what happens when ids find no slot; ERROR and WARNING are (planned).
+        safe_check_mode: what happens when ids find no slot. ERROR plans every insert and raises before anything
+            changes, also on wrong values of CUDA inputs; it waits for the GPU. WARNING warns once the counters have
+            arrived on the host. IGNORE only counts, in ``stats()``.
         global_hbm_for_values: bytes of GPU memory for rows on all ranks; the planner divides it.
         external_storage: a class, called as ``external_storage(options, optimizer)`` (planned).
         index_type: int64 (default) or uint64.
@@ -352,10 +366,6 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
     if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
-    if options.safe_check_mode is not DynamicEmbCheckMode.IGNORE:
-        messages.append(
-            f"safe_check_mode={options.safe_check_mode.name}: failed inserts are only counted; use IGNORE and stats()"
-        )
     if options.init_capacity is not None and options.max_capacity is not None:
         # A table has whole buckets, so two capacities may be the same size.
         init_buckets, init_bucket = bucket_layout(options.init_capacity, options.bucket_capacity)

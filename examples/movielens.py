@@ -4,6 +4,7 @@
     torchrun --nproc_per_node 2 examples/movielens.py --full-capacity  # dynamic, room for every id
     torchrun --nproc_per_node 2 examples/movielens.py --static         # TorchRec's own tables
     torchrun --nproc_per_node 2 examples/movielens.py --compare        # both, three seeds, mean AUC
+    torchrun --nproc_per_node 2 examples/movielens.py --stats runs     # hits, evictions, bucket loads into a folder
 
 It runs on GPUs where there is one for each process, and else on the CPU (--device decides otherwise).
 
@@ -14,6 +15,7 @@ part knows is printed beside it.
 
 import argparse
 import sys
+from pathlib import Path
 
 # Rows per distinct id, unless --capacity-fraction says otherwise.
 CAPACITY_FRACTION = 0.5
@@ -46,7 +48,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process, else cpu"
     )
+    parser.add_argument(
+        "--stats", type=Path, metavar="FOLDER", help="write what the tables do there, for TensorBoard or as JSON lines"
+    )
     args = parser.parse_args(words)
+    if args.stats is not None and args.static:
+        parser.error("--stats has no effect: --static has no dynamic tables")
     if args.capacity_fraction is not None and (args.compare or args.static):
         reason = "compares at full capacity" if args.compare else "has no dynamic tables"
         parser.error(f"--capacity-fraction has no effect: {'--compare' if args.compare else '--static'} {reason}")

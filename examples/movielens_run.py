@@ -8,10 +8,12 @@ import statistics
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from movielens_data import NUM_DENSE, Ratings, Vocabulary
+from monitoring import TableLogger, bucket_loads, fullest, open_writer, plot_bucket_loads
+from movielens_data import NUM_DENSE, Ratings, Vocabulary, num_batches
 from movielens_model import (
     Rates,
     Table,
@@ -24,6 +26,7 @@ from movielens_model import (
 from movielens_training import Data, Result, Settings, load_data, train
 from rich.console import Console
 from rich.table import Table as Grid
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 # --compare fails when the dynamic tables are worse than the static ones by more than this.
 MAX_AUC_LOSS = 0.005
@@ -98,8 +101,26 @@ def run(args: argparse.Namespace, kind: str, data: Data, seed: int, device: torc
     else:
         sharded = distribute_dynamic(model, tables, rates, device, seed)
     settings = Settings(args.epochs, args.batch_size, args.dense_rate, seed, f"{kind}, seed {seed}")
-    result = train(sharded, data, settings)
+    if static or args.stats is None:
+        result = train(sharded, data, settings)
+    else:
+        result = train_and_log(sharded, data, settings, args.stats / f"seed{seed}-rank{dist.get_rank()}")
     return result, {} if static else table_stats(sharded)
+
+
+def train_and_log(model: DistributedModelParallel, data: Data, settings: Settings, folder: Path) -> Result:
+    """Train, and write what this rank's tables do into a folder."""
+    tables = model.module.tables.dynamic_embedding_modules
+    writer = open_writer(folder)
+    logger = TableLogger(tables, writer)
+    result = train(model, data, settings, logger)
+    logger.finish(num_batches(len(data.train), settings.batch_size, training=True) * settings.epochs)
+    writer.close()
+    loads = bucket_loads(tables)
+    lines = [f"{name}: {fullest(of_table)}\n" for name, of_table in loads.items()]
+    (folder / "bucket_loads.txt").write_text("".join(lines))
+    plot_bucket_loads(loads, folder / "bucket_loads.png")
+    return result
 
 
 def run_seeds(args: argparse.Namespace, kind: str, data: Data, device: torch.device, console: Console) -> float:

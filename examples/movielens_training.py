@@ -3,8 +3,9 @@
 Letters: N held-out samples.
 """
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,21 +83,28 @@ def gather(part: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).cpu()
 
 
-def train(model: DistributedModelParallel, data: Data, settings: Settings) -> Result:
-    """Train the model and measure the AUC after every epoch."""
+def train(
+    model: DistributedModelParallel, data: Data, settings: Settings, on_step: Callable[[int], None] | None = None
+) -> Result:
+    """Train the model and measure the AUC after every epoch; ``on_step`` is told the number of every step done."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # The tables are updated in backward; the rest are the dense layers.
     dense = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
     optimizer = torch.optim.Adam(dense, lr=settings.dense_rate)
     labels = torch.from_numpy(data.held_out.labels)
     all_users, known_users = [], []
+    numbers = itertools.count(1)
     start = time.perf_counter()
     steps = num_batches(len(data.train), settings.batch_size, training=True) * settings.epochs
     with tqdm(total=steps, desc=settings.title, disable=rank != 0, mininterval=0.5) as bar:
         for epoch in range(settings.epochs):
             shuffle = 1000 * settings.seed + epoch
             inputs = batches(data.train, settings.batch_size, rank, world_size, shuffle)
-            _train_epoch(model, optimizer, _advance(inputs, bar))
+            for batch in inputs:
+                _train_step(model, optimizer, batch)
+                bar.update()
+                if on_step is not None:
+                    on_step(next(numbers))
             logits = predict(model, data.held_out, settings.batch_size)
             all_users.append(auc(logits, labels))
             known_users.append(auc(logits[data.known_users], labels[data.known_users]))
@@ -104,16 +112,9 @@ def train(model: DistributedModelParallel, data: Data, settings: Settings) -> Re
     return Result(all_users, known_users, time.perf_counter() - start)
 
 
-def _train_epoch(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, inputs: Iterable[Batch]) -> None:
-    for batch in inputs:
-        batch = batch.to(model.device)
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _advance(inputs: Iterable[Batch], bar: tqdm) -> Iterator[Batch]:
-    for batch in inputs:
-        yield batch
-        bar.update()
+def _train_step(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    batch = batch.to(model.device)
+    loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

@@ -32,6 +32,7 @@ class Table:
     num_embeddings: int = 1000
     score: str = "TIMESTAMP"
     sharding: str | None = None
+    check: str = "IGNORE"
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,13 @@ def embedding_configs(case: Case) -> list[Any]:
 
 
 def table_options(table: Table) -> Any:
-    from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+    from dynamicemb.dynamicemb_config import DynamicEmbCheckMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 
-    return DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy[table.score], dist_type=table.dist_type)
+    return DynamicEmbTableOptions(
+        score_strategy=DynamicEmbScoreStrategy[table.score],
+        dist_type=table.dist_type,
+        safe_check_mode=DynamicEmbCheckMode[table.check],
+    )
 
 
 def build(case: Case, world_size: int, **sharder_arguments: Any) -> Any:

@@ -236,8 +236,6 @@ def test_comparing_options_with_a_foreign_type_is_left_to_it():
             {"init_capacity": 16, "max_capacity": 17, "bucket_capacity": MAX_BUCKET_CAPACITY},
             "init_capacity=16.*max_capacity=17",
         ),
-        ({"safe_check_mode": DynamicEmbCheckMode.ERROR}, "safe_check_mode=ERROR"),
-        ({"safe_check_mode": DynamicEmbCheckMode.WARNING}, "safe_check_mode=WARNING"),
     ],
 )
 def test_c27_options_that_this_version_cannot_honour_are_listed(options, words):
@@ -248,7 +246,7 @@ def test_c27_options_that_this_version_cannot_honour_are_listed(options, words):
 
 
 def test_unsupported_options_are_all_listed_at_once():
-    options = DynamicEmbTableOptions(caching=True, external_storage=dict, safe_check_mode=DynamicEmbCheckMode.ERROR)
+    options = DynamicEmbTableOptions(caching=True, external_storage=dict, admit_strategy=AdmitAll())
     assert len(unsupported_options(options)) == 3
 
 
@@ -259,6 +257,7 @@ def test_unsupported_options_are_all_listed_at_once():
         {"init_capacity": 1, "max_capacity": 128},
         {"init_capacity": 100, "max_capacity": 112, "bucket_capacity": MAX_BUCKET_CAPACITY},
         {"init_capacity": 100},
+        *({"safe_check_mode": mode} for mode in DynamicEmbCheckMode),
         *({"score_strategy": s} for s in Score if s is not Score.NO_EVICTION),
         {"score_strategy": (Score.TIMESTAMP, Score.LFU)},
         {"score_strategy": (Score.LFU, Score.TIMESTAMP)},

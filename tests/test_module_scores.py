@@ -305,7 +305,8 @@ def test_c20_a_compound_table_adds_8_bytes_for_each_slot_of_its_module() -> None
 
 def test_representation_and_attributes_describe_the_module() -> None:
     module = make_module([options(4), options(8, 20)], feature_table_map=[0, 0, 1], optimizer="adam")
-    assert repr(module) == "BatchedDynamicEmbeddingTablesV2(a: 64x4, b: 32x8, adam, SUM, device=cpu)"
+    described = "a: 64x4 TIMESTAMP (0 ids, 0%), b: 32x8 TIMESTAMP (0 ids, 0%), adam, SUM, device=cpu"
+    assert repr(module) == f"BatchedDynamicEmbeddingTablesV2({described})"
     assert (module.dims, module.total_D, module.max_D, module.feature_num) == ([4, 8], 16, 8, 3)
     assert module.feature_offsets == [0, 2, 3] and module.table_names == ["a", "b"] and module.cache is None
     assert module.optimizer.name == "adam" and module.optimizer.learning_rate == 1.0

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,7 @@ def test_arguments(words: str, seeds: list[int], fraction: float) -> None:
     [
         ("--compare --capacity-fraction 0.5", "--capacity-fraction has no effect: --compare"),
         ("--static --capacity-fraction 0.5", "--capacity-fraction has no effect: --static"),
+        ("--static --stats runs", "--stats has no effect: --static has no dynamic tables"),
         ("--capacity-fraction 0", "--capacity-fraction must be > 0, got 0.0"),
         ("--seeds 1,x", "--seeds: must be numbers with commas between them, got '1,x'"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
@@ -278,11 +280,14 @@ def test_a_missing_gpu_is_named() -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_two_processes_learn(kind: str) -> None:
-    output = run_example(kind, 2, environment())
+def test_two_processes_learn(kind: str, tmp_path: Path) -> None:
+    output = run_example(kind, 2, environment(), [] if kind == "static" else ["--stats", str(tmp_path)])
     if kind == "dynamic":
         assert output.startswith("compiling CPU kernels, once (up to 2 minutes)\n")
         check_stats(output)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["seed0-rank0", "seed0-rank1"]
+        lines = (tmp_path / "seed0-rank1" / "bucket_loads.txt").read_text().splitlines()
+        assert sorted(line.split(":")[0] for line in lines) == sorted(md.load_ratings().bags)
 
 
 @pytest.mark.distributed
@@ -299,11 +304,11 @@ def test_gpus_learn(kind: str, num_processes: int) -> None:
         check_stats(output)
 
 
-def run_example(kind: str, num_processes: int, variables: dict[str, str]) -> str:
+def run_example(kind: str, num_processes: int, variables: dict[str, str], words: Sequence[str] = ()) -> str:
     """Train for one epoch; return what was printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     command += [str(EXAMPLES / "movielens.py"), "--epochs", "1"]
-    command += ["--static"] if kind == "static" else []
+    command += ["--static"] if kind == "static" else [*words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     # 0.67 is far above a constant (0.5) and below what either kind reaches in one pass.

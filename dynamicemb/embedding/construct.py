@@ -255,6 +255,8 @@ def _check_gpu_memory(
 def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[str, str]:
     """Return the options that are set and have no effect, and why."""
     reasons = {"max_load_factor": "tables do not grow in this version; leave it at its default"}
+    if not option.training:
+        reasons["safe_check_mode"] = "a table with training=False inserts nothing; leave it at IGNORE"
     if device.type == "cpu":
         reasons["local_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
         reasons["global_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"

@@ -54,6 +54,7 @@ def check_batch(
     device: torch.device,
     per_sample_weights: torch.Tensor | None = None,
     frequency_counters: torch.Tensor | None = None,
+    wait: bool = False,
 ) -> Batch:
     """Check the arguments of a lookup.
 
@@ -64,17 +65,23 @@ def check_batch(
         device: device of the tables.
         per_sample_weights: floating ``[N]``.
         frequency_counters: int64 ``[N]``, positive.
+        wait: whether to look at values also on a GPU, for which the host must wait.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or, on the CPU, value.
+        ValueError: a wrong shape, device or, on the CPU or with ``wait``, value.
     """
     ids = check_ids(indices, device)
     offsets = _check_offsets(offsets, ids.numel(), num_features, device)
+    check_values = wait or device.type == "cpu"
+    if check_values:
+        _check_offset_values(offsets, ids.numel())
     if per_sample_weights is not None:
         per_sample_weights = _check_weights(per_sample_weights, ids.numel(), device)
     if frequency_counters is not None:
         frequency_counters = _check_frequencies(frequency_counters, ids.numel(), device)
+        if check_values:
+            _check_frequency_values(frequency_counters)
     batch_size = (offsets.numel() - 1) // num_features
     return Batch(ids, offsets, batch_size, per_sample_weights, frequency_counters)
 
@@ -101,14 +108,11 @@ def _check_offsets(offsets: torch.Tensor, num_ids: int, num_features: int, devic
             f"offsets has {offsets.numel()} entries, but {num_features} features need F * B + 1: "
             "one boundary per feature and sample, and the end"
         )
-    offsets = offsets.to(torch.int64).contiguous()
-    if device.type == "cpu":
-        _check_offset_values(offsets, num_ids)
-    return offsets
+    return offsets.to(torch.int64).contiguous()
 
 
 def _check_offset_values(offsets: torch.Tensor, num_ids: int) -> None:
-    values = offsets.numpy()
+    values = offsets.cpu().numpy()
     decreasing = (values[1:] < values[:-1]).nonzero()[0]
     if decreasing.size:
         k = int(decreasing[0])
@@ -140,10 +144,15 @@ def _check_frequencies(frequencies: torch.Tensor, num_ids: int, device: torch.de
             "floating pooling weights go into per_sample_weights"
         )
     _check_shape(frequencies, device, "frequency_counters", num_ids)
-    frequencies = frequencies.to(torch.int64).contiguous()
-    if device.type == "cpu" and num_ids and not (frequencies.min() > 0 and frequencies.max() <= _MAX_FREQUENCY):
+    return frequencies.to(torch.int64).contiguous()
+
+
+def _check_frequency_values(frequencies: torch.Tensor) -> None:
+    if not frequencies.numel():
+        return
+    lowest, highest = int(frequencies.min()), int(frequencies.max())
+    if lowest < 1 or highest > _MAX_FREQUENCY:
         raise ValueError(
-            f"frequency_counters must be in 1..{_MAX_FREQUENCY}, got "
-            f"{int(frequencies.min())}..{int(frequencies.max())}; leave ids out that do not count"
+            f"frequency_counters must be in 1..{_MAX_FREQUENCY}, got {lowest}..{highest}; "
+            "leave ids out that do not count"
         )
-    return frequencies

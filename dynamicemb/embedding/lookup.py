@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from dynamicemb.embedding.phases import phase
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
@@ -63,11 +64,12 @@ def read_rows(group: TableGroup, lookup: Lookup, reading: Reading) -> torch.Tens
     """
     kernels = group.kernels
     missing, dtype = reading.missing_values, reading.dtype
-    if lookup.layout.pooling == POOLING_NONE:
-        return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing, dtype)
-    return kernels.pool(
-        group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing, dtype
-    )
+    with phase("read"):
+        if lookup.layout.pooling == POOLING_NONE:
+            return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing, dtype)
+        return kernels.pool(
+            group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing, dtype
+        )
 
 
 def find_and_read_rows(
@@ -75,7 +77,8 @@ def find_and_read_rows(
 ) -> torch.Tensor:
     """Return what ``read_rows`` returns for ids ``[N]`` without pooling, ``[N, D]``; changes nothing."""
     missing, dtype = reading.missing_values, reading.dtype
-    return group.kernels.find_and_gather(group.index, group.store, ids, table_ranges, missing, dtype)
+    with phase("find_and_read"):
+        return group.kernels.find_and_gather(group.index, group.store, ids, table_ranges, missing, dtype)
 
 
 class LookupFunction(torch.autograd.Function):
@@ -119,7 +122,7 @@ class LookupFunction(torch.autograd.Function):
         grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
         try:
             weights_grad = None
-            with group.lock:
+            with group.lock, phase("update"):
                 # Rows may have gone to other ids since forward: look again, and drop what moved.
                 if training is None:
                     lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))

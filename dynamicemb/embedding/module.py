@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
+from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.construct import (
     build_group,
     check_device,
@@ -20,12 +21,14 @@ from dynamicemb.embedding.construct import (
 )
 from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
 from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
+from dynamicemb.embedding.phases import phase
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.score_strategy import score_dump_permutation
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_TIMESTAMP
 
@@ -167,6 +170,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             # CUSTOMIZED tables that were never given a score.
         strategies = zip(self._group.names, self._group.options.strategies, strict=True)
         self._unscored = {name for name, strategy in strategies if strategy == SCORE_CUSTOMIZED}
+        self.insert_checks = InsertChecks(self._group, [option.safe_check_mode for option in table_options])
         self._prepare_constants(device)
 
     def _prepare_constants(self, device: torch.device) -> None:
@@ -253,24 +257,54 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
         Raises:
             TypeError: a wrong dtype.
-            ValueError: a wrong shape or device; on the CPU also a wrong offset or frequency. On a GPU these are clamped
-                and counted, since to look at them the host would have to wait.
-            DynamicEmbError: a CUSTOMIZED table without a score.
+            ValueError: a wrong shape or device; on the CPU, and with a table of ``safe_check_mode`` ERROR, also a wrong
+                offset or frequency. Else these are clamped and counted on a GPU, since to look at them the host would
+                have to wait.
+            InsertFailedError: ids of a table of mode ERROR would find no slot; nothing has changed.
+            DynamicEmbError: a CUSTOMIZED table without a score; mode ERROR inside a CUDA graph capture.
         """
-        batch = check_batch(
-            indices, offsets, self.feature_num, self._group.device, per_sample_weights, frequency_counters
-        )
-        self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
-        layout = self._layout
-        if layout.batch_size != batch.batch_size:
-            layout = self._layout = replace(layout, batch_size=batch.batch_size)
+        with phase("check"):
+            batch, layout = self._checked(indices, offsets, per_sample_weights, frequency_counters)
+            self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
         if not self.training:
             return self._evaluate(batch, layout)
         return self._lookup_and_insert(batch, layout)
 
+    def plan_inserts(
+        self, indices: torch.Tensor, offsets: torch.Tensor, frequency_counters: torch.Tensor | None = None
+    ) -> list[InsertPlan]:
+        """Check a batch; return, for each table of ``safe_check_mode`` ERROR, how many of its ids would find no slot.
+
+        Changes nothing and waits for the device; an evaluation inserts nothing and returns no plans. Arguments and
+        errors are those of ``forward``.
+        """
+        batch, layout = self._checked(indices, offsets, None, frequency_counters, wait=True)
+        self._check_arguments(batch)
+        if not self.training:
+            return []
+        with self._group.lock:
+            return self.insert_checks.plan(batch.ids, layout.table_ranges(batch.offsets))
+
+    def _checked(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        frequency_counters: torch.Tensor | None,
+        wait: bool = False,
+    ) -> tuple[Batch, FeatureLayout]:
+        self.insert_checks.refuse_capture()
+        wait = wait or self.insert_checks.raises_here
+        inputs = (per_sample_weights, frequency_counters)
+        batch = check_batch(indices, offsets, self.feature_num, self._group.device, *inputs, wait=wait)
+        layout = self._layout
+        if layout.batch_size != batch.batch_size:
+            layout = self._layout = replace(layout, batch_size=batch.batch_size)
+        return batch, layout
+
     def _check_arguments(self, batch: Batch, *unsupported: Any) -> None:
         names = ("feature_requires_grad", "batch_size_per_feature_per_rank", "total_unique_indices")
-        for name, value in zip(names, unsupported, strict=True):
+        for name, value in zip(names, unsupported, strict=False):
             if value is not None:
                 raise ValueError(f"{name} has no effect on dynamic tables and must be None")
         if batch.per_sample_weights is not None and self.pooling_mode is DynamicEmbPoolingMode.NONE:
@@ -301,7 +335,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             opened = group.open_batch(batch.offsets, layout, batch.ids.numel())
             if self.pooling_mode is DynamicEmbPoolingMode.NONE:
                 return find_and_read_rows(group, batch.ids, opened.table_ranges, self._eval_reading)
-            lookup = _lookup(batch, layout, opened, group.find(batch.ids, opened.table_ranges))
+            with phase("find"):
+                rows = group.find(batch.ids, opened.table_ranges)
+            lookup = _lookup(batch, layout, opened, rows)
             if weights is None or not (weights.requires_grad and torch.is_grad_enabled()):
                 return read_rows(group, lookup, self._eval_reading)
             # The rows stay as they are, but the pooling weights still want their gradient.
@@ -310,9 +346,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
         with group.lock:
+            self.insert_checks.before_insert(batch.ids, batch.offsets, layout)
             step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
             try:
-                rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)
+                with phase("find_or_insert"):
+                    rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)
+                self.insert_checks.after_insert()
                 lookup = _lookup(batch, layout, opened, rows)
                 groups = group.kernels.start_grouping(group.store, lookup) if torch.is_grad_enabled() else None
                 try:
@@ -391,6 +430,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
         Returns:
             bool ``[N]``: False where the id's bucket had no place for it.
+
+        Raises:
+            InsertFailedError: there are such ids and the table has ``safe_check_mode`` ERROR; nothing has changed.
         """
         table = self._table(table_name)
         ids = check_ids(ids, self._group.device, "ids")
@@ -403,7 +445,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 f"got {tuple(rows.shape)} on {rows.device}"
             )
         self._check_scores([table])
-        return self._group.assign(table, ids, rows.detach())
+        with self._group.lock:
+            self.insert_checks.before_import(table, ids)
+            inserted = self._group.assign(table, ids, rows.detach())
+            self.insert_checks.after_insert()
+        return inserted
 
     def contains(self, table_name: str, ids: torch.Tensor) -> torch.Tensor:
         """Return bool ``[N]``: which ids a table holds; changes nothing."""
@@ -472,7 +518,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     # Reports
 
-    def stats(self) -> dict[str, dict[str, float]]:
+    def stats(self, wait: bool = True) -> dict[str, dict[str, float]]:
         """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased,
         dropped_gradients and clamped_inputs.
 
@@ -481,20 +527,33 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         each of its occurrences. inserted includes ids that took the place of an evicted one. failed ids found their
         bucket full of ids that may not be evicted. load is size / capacity. clamped_inputs counts
         offsets and frequencies on a GPU that were out of range, of evaluations too.
+
+        Args:
+            wait: True waits for a GPU. False never does: it returns the last values that have arrived, zeros at first,
+                and sends for newer ones, which the next call finds.
         """
-        return self._group.stats()
+        return self._group.stats(wait)
+
+    def bucket_loads(self, table_name: str) -> torch.Tensor:
+        """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]`` on the CPU; waits.
+
+        Ids fail, or evict others, where a bucket is full, so the end of the histogram says more than the load does.
+        """
+        return self._group.bucket_loads(self._table(table_name))
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes allocated for ``rows`` and ``index``."""
         return self._group.memory_usage()
 
     def extra_repr(self) -> str:
-        """One line about the tables."""
-        tables = ", ".join(
-            f"{name}: {capacity}x{dim}"
-            for name, capacity, dim in zip(self._group.names, self._group.capacities, self.dims, strict=True)
-        )
-        return f"{tables}, {self.optimizer_spec.name}, {self.pooling_mode.name}, device={self._group.device}"
+        """One line about the tables; their sizes where the host knows them without waiting."""
+        group = self._group
+        stats = group.stats(wait=False) if group.device.type == "cpu" else {}
+        tables = []
+        for name, capacity, option in zip(group.names, group.capacities, self.table_options, strict=True):
+            size = f" ({stats[name]['size']} ids, {stats[name]['load']:.0%})" if stats else ""
+            tables.append(f"{name}: {capacity}x{option.dim} {_strategy_name(option)}{size}")
+        return ", ".join([*tables, self.optimizer_spec.name, self.pooling_mode.name, f"device={group.device}"])
 
     # Module protocol
 
@@ -517,6 +576,12 @@ def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.
     weights = batch.per_sample_weights
     weights = None if weights is None else weights.detach().float().contiguous()
     return Lookup(batch.ids, rows, opened.table_ranges, opened.offsets, layout, weights)
+
+
+def _strategy_name(option: DynamicEmbTableOptions) -> str:
+    strategy = option.score_strategy
+    parts = strategy if isinstance(strategy, tuple) else (strategy,)
+    return "+".join(part.name for part in parts if part is not None)
 
 
 def _check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:

@@ -16,6 +16,7 @@ from dynamicemb.sharding.check_params import check_names
 from dynamicemb.sharding.constraints import OPTIONS_PARAM, DynamicEmbParameterSharding
 from dynamicemb.sharding.dedup import unpack_counts
 from dynamicemb.sharding.torchrec_compat import module_params
+from dynamicemb.table.plan import InsertPlan
 
 
 class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
@@ -77,6 +78,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             device=device,
             **_module_arguments(config),
         )
+        # The lookup plans for all groups and ranks, see plan_on_all_ranks.
+        self._emb_module.insert_checks.left_to_ranks = True
         learning_rate = config.fused_params.get("learning_rate", self._emb_module.optimizer.learning_rate)
         self._optim = DynamicEmbeddingFusedOptimizer(self._emb_module, learning_rate)
 
@@ -94,6 +97,14 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def fused_optimizer(self) -> FusedOptimizer:
         """The handle for learning rate schedulers."""
         return self._optim
+
+    def plan_inserts(self, features: KeyedJaggedTensor) -> list[InsertPlan]:
+        """Return what a batch would do to the tables of ``safe_check_mode`` ERROR; see the module's method."""
+        return self._emb_module.plan_inserts(features.values(), features.offsets(), self._counts(features))
+
+    def _counts(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
+        """Return how often each id counts; here weights are pooling weights."""
+        return None
 
     def flush(self) -> None:
         """Write cached rows back."""

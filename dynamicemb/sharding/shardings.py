@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
 from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
+from dynamicemb.sharding.insert_plans import PlansInserts
 from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
 from dynamicemb.sharding.pooled_output import RwPooledSharding
 from dynamicemb.sharding.refused_batch import Refusal
@@ -24,7 +25,7 @@ DYNAMIC_ROW_WISE = "dynamic_row_wise"
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
-class DynamicSequenceLookup(GroupedEmbeddingsLookup):
+class DynamicSequenceLookup(PlansInserts, GroupedEmbeddingsLookup):
     """Sequence lookup in groups of dynamic tables."""
 
     def _create_embedding_kernel(
@@ -39,7 +40,7 @@ class DynamicSequenceLookup(GroupedEmbeddingsLookup):
         )
 
 
-class DynamicPooledLookup(GroupedPooledEmbeddingsLookup):
+class DynamicPooledLookup(PlansInserts, GroupedPooledEmbeddingsLookup):
     """Pooled lookup in groups of dynamic tables."""
 
     def _create_embedding_kernel(
@@ -64,9 +65,11 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
         """Make the tables of this rank."""
-        return DynamicSequenceLookup(
+        lookup = DynamicSequenceLookup(
             grouped_configs=self._grouped_embedding_configs, pg=self._pg, device=device or self._device, env=self._env
         )
+        lookup.ranks = self._pg
+        return lookup
 
 
 class DynamicRwPooledSharding(RwPooledSharding):
@@ -84,13 +87,15 @@ class DynamicRwPooledSharding(RwPooledSharding):
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:
         """Make the tables of this rank."""
-        return DynamicPooledLookup(
+        lookup = DynamicPooledLookup(
             grouped_configs=self._grouped_embedding_configs,
             pg=self._pg,
             device=device or self._device,
             sharding_type=ShardingType.ROW_WISE,
             env=self._env,
         )
+        lookup.ranks = self._pg
+        return lookup
 
 
 def routes_of(sharding: Any) -> list[Route]:

@@ -9,14 +9,16 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.index import COUNTER_NAMES, DROPPED, NOW, Index
+from dynamicemb.table.index import DROPPED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.plan import InsertPlan, plan_inserts
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
+from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
 
 MAX_SLOTS = 2**31 - 1
@@ -96,6 +98,7 @@ class TableGroup:
             device,
             options.score_function,
         )
+        self.counter_reader = CounterReader(self.index)
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
@@ -108,13 +111,14 @@ class TableGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"], state["lock"]
+        del state["kernels"], state["lock"], state["counter_reader"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kernels = kernels_for(self.device)
         self.lock = threading.RLock()
+        self.counter_reader = CounterReader(self.index, self.index.counters.tolist())
 
     # Steps
 
@@ -175,6 +179,15 @@ class TableGroup:
             if scratch is None
             else self.kernels.find_or_insert(*args, scratch=scratch)
         )
+
+    def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:
+        """Count, for each of ``tables``, the inserts of a batch that would fail now; changes nothing, waits."""
+        rows = self.find(ids, table_ranges)
+        return plan_inserts(self.index, ids, table_ranges, rows, self.steps.next_lag(), tables)
+
+    def plan_import(self, table: int, ids: torch.Tensor) -> InsertPlan:
+        """Do what ``plan_inserts`` does, for ids of one table."""
+        return self.plan_inserts(ids, self._ranges_of(table, ids.numel()), [table])[0]
 
     def rows_still_owned(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return rows i32 ``[N]`` of an earlier lookup with -1 where the id has lost its row since; counts those."""
@@ -292,15 +305,27 @@ class TableGroup:
 
     # Reports
 
-    def stats(self) -> dict[str, dict[str, float]]:
-        """Return counts since construction and the present size and load, per table name."""
-        counters = self.index.counters.tolist()
-        out: dict[str, dict[str, float]] = {}
-        for t, name in enumerate(self.names):
-            size = self.size(t)
-            out[name] = {"size": size, "capacity": self.capacities[t], "load": size / self.capacities[t]}
-            out[name].update(zip(COUNTER_NAMES, counters[t], strict=True))
-        return out
+    def stats(self, wait: bool = True) -> dict[str, dict[str, float]]:
+        """Return counts since construction and the present size and load, per table name.
+
+        Args:
+            wait: False returns the last values that have arrived from the device and sends for newer ones.
+        """
+        if wait:
+            counts = self.index.counters.tolist()
+            sizes = [self.size(t) for t in range(len(self.names))]
+        else:
+            self.counter_reader.send()
+            counts = self.counter_reader.latest()
+            sizes = [size_of(of_table) for of_table in counts]
+        return {
+            name: describe(size, capacity, of_table)
+            for name, size, capacity, of_table in zip(self.names, sizes, self.capacities, counts, strict=True)
+        }
+
+    def bucket_loads(self, table: int) -> torch.Tensor:
+        """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]``; waits."""
+        return bucket_loads(self.index, table)
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes allocated for ``rows`` and ``index``."""

@@ -53,7 +53,7 @@ def owner_of(
     if world_size == 1:
         return torch.zeros_like(keys)
     if dist_type == HASH_ROUNDROBIN:
-        return _unsigned_remainder(_fmix64(keys), world_size)
+        return _unsigned_remainder(fmix64(keys), world_size)
     remainder = _unsigned_remainder(keys, world_size)
     if dist_type == ROUNDROBIN:
         return remainder
@@ -109,8 +109,8 @@ def _shift_33(keys: torch.Tensor) -> torch.Tensor:
     return (keys >> 33) & (2**31 - 1)
 
 
-def _fmix64(keys: torch.Tensor) -> torch.Tensor:
-    # `table.layout.fmix64` is the NumPy statement of the same function; this one runs on every device.
+def fmix64(keys: torch.Tensor) -> torch.Tensor:
+    """Mix int64 keys, as 64-bit patterns; ``layout.fmix64`` on any device."""
     h = keys ^ _shift_33(keys)
     h = h * _MIX_1
     h = h ^ _shift_33(h)

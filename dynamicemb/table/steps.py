@@ -75,6 +75,11 @@ class StepTracker:
         """Return how many steps before the current one the oldest protected step is."""
         return self.current - self.oldest()
 
+    def next_lag(self) -> int:
+        """Return what ``lag`` will be once the next step has begun, if no step ends before."""
+        coming = self.current + 1
+        return coming - max(1, min([*self._outstanding, coming]) - self._protect_steps)
+
     def rebase(self) -> int:
         """Return by how much tags must be lowered before the next step, 0 while they are small."""
         if self.current - self._base < REBASE_AT:

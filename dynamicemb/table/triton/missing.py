@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dynamicemb.dynamicemb_config import is_deterministic
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
@@ -136,11 +137,11 @@ class Missing:
         Args:
             index: the group's index.
             num_ids: N.
-            ordered: None asks ``torch.are_deterministic_algorithms_enabled()``.
+            ordered: None asks ``is_deterministic()``.
         """
         assert num_ids <= MAX_IDS
         if ordered is None:
-            ordered = torch.are_deterministic_algorithms_enabled()
+            ordered = is_deterministic()
         num_claims = max(4, power_of_two(2 * num_ids))
         num_lists = max(4, min(num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
         counts = index.counting != COUNT_NONE

@@ -1,0 +1,86 @@
+"""Statistics of a group: counters read without waiting for the device, and how full the buckets are."""
+
+from typing import Any
+
+import torch
+
+from dynamicemb.table.index import COUNTER_NAMES, ERASED, EVICTED, INSERTED, Index
+from dynamicemb.table.layout import FIRST_DIGEST
+
+
+class CounterReader:
+    """Brings the counters of an index to the host behind the work that changes them.
+
+    On a GPU a copy goes into pinned memory, with an event behind it; ``latest`` returns the last one that has arrived.
+    Two copies are under way at most: while the first has not arrived, each new one replaces the second. So the last
+    copy sent always arrives, and the first is never put off.
+    """
+
+    def __init__(self, index: Index, values: list[list[int]] | None = None) -> None:
+        """Read the counters of ``index``; ``values`` are their present values, None is 0."""
+        self._index = index
+        self._latest = values or [[0] * index.counters.shape[1] for _ in range(index.num_tables)]
+        self._on_host = index.counters.device.type == "cpu"
+        self._pending: list[tuple[Any, torch.Tensor]] = []
+        self._free: list[torch.Tensor] = []
+
+    def send(self) -> None:
+        """Start a copy of the counters as they are after the work queued so far. Inside a graph capture: nothing."""
+        counters = self._index.counters
+        if self._on_host:
+            self._latest = counters.tolist()
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._collect()
+        if len(self._pending) == 2:
+            _, buffer = self._pending.pop()
+        else:
+            buffer = self._free.pop() if self._free else self._new_buffer()
+        buffer.copy_(counters, non_blocking=True)
+        self._pending.append((self._mark(), buffer))
+
+    def latest(self) -> list[list[int]]:
+        """Return the last values that arrived, per table in the order of ``COUNTER_NAMES``. Host sync: none."""
+        # An event may not be asked while a graph is captured.
+        if self._pending and not torch.cuda.is_current_stream_capturing():
+            self._collect()
+        return self._latest
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][0].query():
+            _, buffer = self._pending.pop(0)
+            self._latest = buffer.tolist()
+            self._free.append(buffer)
+
+    def _new_buffer(self) -> torch.Tensor:
+        return torch.empty(self._index.counters.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def _mark(self) -> Any:
+        """Return an event behind the work queued so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._index.counters.device))
+        return event
+
+
+def size_of(counts: list[int]) -> int:
+    """Return how many ids a table holds by its counters."""
+    return counts[INSERTED] - counts[EVICTED] - counts[ERASED]
+
+
+def describe(size: int, capacity: int, counts: list[int]) -> dict[str, float]:
+    """Return the statistics of one table by name."""
+    return {
+        "size": size,
+        "capacity": capacity,
+        "load": size / capacity,
+        **dict(zip(COUNTER_NAMES, counts, strict=True)),
+    }
+
+
+def bucket_loads(index: Index, table: int) -> torch.Tensor:
+    """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]`` in host memory."""
+    begin, end = index.bucket_offsets[table : table + 2].tolist()
+    digests = index.digests.view(-1, index.bucket_capacity)[begin:end]
+    loads = (digests >= FIRST_DIGEST).sum(1)
+    return torch.bincount(loads, minlength=index.bucket_capacity + 1).cpu()
