@@ -307,6 +307,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
         with group.lock:
+            group.make_room(batch.ids, batch.offsets, layout)
             step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
             try:
                 rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)

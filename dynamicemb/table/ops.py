@@ -19,7 +19,7 @@ from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowFormat, RowStore
 
 _INDEX = "Tensor{0}[] index, int bucket_capacity, bool accumulate"
-_STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift"
+_STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift, int[] chunk_tables"
 _BATCH = "Tensor ids, Tensor table_ranges"
 _LAYOUT = (
     "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling, SymInt width"
@@ -57,10 +57,15 @@ def _index(tensors: list[torch.Tensor], bucket_capacity: int, accumulate: bool) 
 
 
 def _store(
-    chunks: list[torch.Tensor], dims: list[int], num_states: list[int], dtype: torch.dtype, chunk_shift: int
+    chunks: list[torch.Tensor],
+    dims: list[int],
+    num_states: list[int],
+    dtype: torch.dtype,
+    chunk_shift: int,
+    chunk_tables: list[int],
 ) -> RowStore:
     formats = [RowFormat(dim, num_state) for dim, num_state in zip(dims, num_states, strict=True)]
-    return RowStore.attach(chunks, formats, dtype, chunk_shift)
+    return RowStore.attach(chunks, formats, dtype, chunk_shift, chunk_tables)
 
 
 def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, bool]:
@@ -68,10 +73,10 @@ def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, bool]:
     return index.tensors(), index.bucket_capacity, index.accumulate
 
 
-def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], list[int], torch.dtype, int]:
+def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], list[int], torch.dtype, int, list[int]]:
     """Return the first arguments of the ops on rows."""
     dims, states = [f.dim for f in store.formats], [f.num_state for f in store.formats]
-    return store.chunks, dims, states, store.dtype, store.chunk_shift
+    return store.chunks, dims, states, store.dtype, store.chunk_shift, store.chunk_tables
 
 
 def layout_arguments(layout: FeatureLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
@@ -113,7 +118,7 @@ def _insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.Tenso
 
 
 def _find_or_insert(index: Any, bucket_capacity: int, accumulate: bool, *rest: Any) -> Any:
-    store, (modes, params, keys, *batch) = _store(*rest[:5]), rest[5:]
+    store, (modes, params, keys, *batch) = _store(*rest[:6]), rest[6:]
     rows, events = kernels_for(store.device).find_or_insert(
         _index(index, bucket_capacity, accumulate), store, InitializerTable(modes, params, keys), *batch
     )
@@ -129,30 +134,30 @@ def _scan(index: Any, bucket_capacity: int, accumulate: bool, table: int, min_sc
 
 
 def _initialize(*args: Any) -> None:
-    store, (modes, params, keys, *rest) = _store(*args[:5]), args[5:]
+    store, (modes, params, keys, *rest) = _store(*args[:6]), args[6:]
     kernels_for(store.device).initialize(store, InitializerTable(modes, params, keys), *rest)
 
 
 def _gather(*args: Any) -> torch.Tensor:
-    store = _store(*args[:5])
-    return kernels_for(store.device).gather(store, *args[5:])
+    store = _store(*args[:6])
+    return kernels_for(store.device).gather(store, *args[6:])
 
 
 def _pool(*args: Any) -> torch.Tensor:
-    store, (rows, offsets, *layout) = _store(*args[:5]), args[5:13]
-    weights, missing_values, output_dtype = args[13:]
+    store, (rows, offsets, *layout) = _store(*args[:6]), args[6:14]
+    weights, missing_values, output_dtype = args[14:]
     kernels = kernels_for(store.device)
     return kernels.pool(store, rows, offsets, FeatureLayout(*layout), weights, missing_values, output_dtype)
 
 
 def _pool_weights_grad(*args: Any) -> torch.Tensor:
-    store, (rows, offsets, *layout), grad = _store(*args[:5]), args[5:13], args[13]
+    store, (rows, offsets, *layout), grad = _store(*args[:6]), args[6:14], args[14]
     return kernels_for(store.device).pool_weights_grad(store, rows, offsets, FeatureLayout(*layout), grad)
 
 
 def _update(*args: Any) -> None:
-    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:5]), args[5:15]
-    weights, grad, clock, learning_rate, table_keys, kind, settings, clipping, stochastic = args[15:]
+    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:6]), args[6:16]
+    weights, grad, clock, learning_rate, table_keys, kind, settings, clipping, stochastic = args[16:]
     spec = OptimizerSpec(
         OptimizerKind(kind),
         gradient_clipping=clipping,
@@ -177,7 +182,7 @@ def _fake_insert(index: Any, bucket_capacity: int, accumulate: bool, ids: torch.
 
 
 def _fake_find_or_insert(*args: Any) -> Any:
-    ids = args[11]
+    ids = args[12]
     return _fake_rows(None, 0, False, ids), *_fake_insert(None, 0, False, ids)
 
 
@@ -190,17 +195,17 @@ def _fake_scan(index: Any, *rest: Any) -> torch.Tensor:
 
 
 def _fake_gather(*args: Any) -> torch.Tensor:
-    dims, rows, output_dtype = args[1], args[5], args[8]
+    dims, rows, output_dtype = args[1], args[6], args[9]
     return rows.new_empty(rows.shape[0], dims[0], dtype=output_dtype)
 
 
 def _fake_pool(*args: Any) -> torch.Tensor:
-    rows, batch_size, width, output_dtype = args[5], args[10], args[12], args[15]
+    rows, batch_size, width, output_dtype = args[6], args[11], args[13], args[16]
     return rows.new_empty(batch_size, width, dtype=output_dtype)
 
 
 def _fake_pool_weights_grad(*args: Any) -> torch.Tensor:
-    return args[5].new_empty(args[5].shape, dtype=torch.float32)
+    return args[6].new_empty(args[6].shape, dtype=torch.float32)
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
