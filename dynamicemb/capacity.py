@@ -134,6 +134,29 @@ def bucket_layout(num_rows: int, bucket_capacity: int) -> tuple[int, int]:
     return align_to_table_size(num_rows, bucket_capacity) // bucket_capacity, bucket_capacity
 
 
+def growing_bucket_layout(init_rows: int, max_rows: int, bucket_capacity: int) -> tuple[int, int, int]:
+    """Return ``(buckets at first, buckets at most, slots of a bucket)`` of a table that grows by doubling.
+
+    The table begins with at least ``init_rows`` slots and fewer than twice as many, and ends with at least
+    ``max_rows``: its first size times a power of two.
+
+    Args:
+        init_rows: rows at first.
+        max_rows: rows at most, not fewer.
+        bucket_capacity: slots of a bucket; MAX_BUCKET_CAPACITY asks for a single bucket, which cannot grow.
+
+    Example:
+        ``growing_bucket_layout(1280, 12800, 128) == (13, 104, 128)``: 10 buckets double at most three times below 100.
+    """
+    most, bucket = bucket_layout(max_rows, bucket_capacity)
+    if bucket_capacity == MAX_BUCKET_CAPACITY:
+        return most, most, bucket
+    init, _ = bucket_layout(init_rows, bucket_capacity)
+    factor = 1 << max(0, (most // init).bit_length() - 1)
+    init = -(-most // factor)
+    return init, init * factor, bucket
+
+
 def _sharded_table_bucket_layout(
     embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int
 ) -> tuple[int, int]:

@@ -197,8 +197,10 @@ class DynamicEmbTableOptions:
             +-sqrt(1 / num_embeddings), a module made without a planner takes 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
         caching: use GPU memory as a cache of host rows (planned).
-        init_capacity: rows at the start; None: ``max_capacity``. Fewer than ``max_capacity`` are (planned).
-        max_load_factor: share of used slots, in (0, 1], above which the table grows; without effect until tables grow.
+        init_capacity: rows at the start; None: ``max_capacity``. With fewer the table grows by doubling, so both are
+            rounded up: it starts with fewer than twice as many, and ends with that number times a power of two.
+        max_load_factor: share of used slots, in (0, 1], above which a table grows that may; others ignore it with a
+            warning.
         score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order: the frequency ranks, the
             time of the last touch is kept beside it, for 8 more bytes per row. None: not a dynamic table. A module may
             have tables of several strategies; TorchRec gives them to several modules.
@@ -366,14 +368,16 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
     if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
-    if options.init_capacity is not None and options.max_capacity is not None:
-        # A table has whole buckets, so two capacities may be the same size.
-        init_buckets, init_bucket = bucket_layout(options.init_capacity, options.bucket_capacity)
-        max_buckets, max_bucket = bucket_layout(options.max_capacity, options.bucket_capacity)
-        if init_buckets * init_bucket < max_buckets * max_bucket:
+    single = options.bucket_capacity == MAX_BUCKET_CAPACITY
+    if single and options.init_capacity is not None and options.max_capacity is not None:
+        # A table has whole groups of slots, so two capacities may be the same size.
+        if (
+            bucket_layout(options.init_capacity, MAX_BUCKET_CAPACITY)[1]
+            < bucket_layout(options.max_capacity, MAX_BUCKET_CAPACITY)[1]
+        ):
             messages.append(
-                f"init_capacity={options.init_capacity} < max_capacity={options.max_capacity}: tables do not grow yet; "
-                "use init_capacity=None"
+                f"init_capacity={options.init_capacity} < max_capacity={options.max_capacity} with "
+                "bucket_capacity=MAX_BUCKET_CAPACITY: a single bucket cannot grow; use init_capacity=None"
             )
     return messages
 

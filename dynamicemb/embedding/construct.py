@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
+from dynamicemb.capacity import growing_bucket_layout
 from dynamicemb.dynamicemb_config import (
     DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
-    bucket_layout,
     unsupported_options,
 )
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.score_function import translate
 from dynamicemb.table.group import GroupOptions, TableGroup
+from dynamicemb.table.growth import GrowthLimits
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, STAMP_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
@@ -192,8 +193,11 @@ def build_group(
 ) -> TableGroup:
     """Allocate the tables of a module; ``options`` must have been checked."""
     first = options[0]
-    layouts = [bucket_layout(_set(o.max_capacity), o.bucket_capacity) for o in options]
-    buckets = {bucket for _, bucket in layouts}
+    layouts = [
+        growing_bucket_layout(o.init_capacity or _set(o.max_capacity), _set(o.max_capacity), o.bucket_capacity)
+        for o in options
+    ]
+    buckets = {bucket for _, _, bucket in layouts}
     if len(buckets) > 1:
         raise ValueError(
             f"bucket_capacity: one bucket per table, but the tables need buckets of {sorted(buckets)} slots "
@@ -204,7 +208,11 @@ def build_group(
             value = getattr(option, field)
             warnings.warn(f"table {name!r}: {field}={value!r} has no effect: {reason}", UserWarning, stacklevel=3)
     strategies = tuple(_score(option) for option in options)
-    capacities = [num * bucket for num, bucket in layouts]
+    capacities = [num * bucket for num, _, bucket in layouts]
+    max_capacities = [num * bucket for _, num, bucket in layouts]
+    growth = None
+    if capacities != max_capacities:
+        growth = GrowthLimits(max_capacities, [float(o.max_load_factor) for o in options])
     formats = [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if first.training else 0) for o in options]
     if device.type == "cuda":
         wanted = sum(c * f.num_bytes(weights_dtype(first)) for c, f in zip(capacities, formats, strict=True))
@@ -216,7 +224,7 @@ def build_group(
         formats,
         InitializerTable.create([o.initializer_args for o in options], names, seed, device),
         GroupOptions(
-            bucket_capacity=layouts[0][1],
+            bucket_capacity=layouts[0][2],
             dtype=weights_dtype(first),
             strategies=strategies,
             seed=seed,
@@ -225,6 +233,7 @@ def build_group(
             score_function=_score_function(first),
         ),
         device,
+        growth,
     )
 
 
@@ -254,7 +263,12 @@ def _check_gpu_memory(
 
 def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[str, str]:
     """Return the options that are set and have no effect, and why."""
-    reasons = {"max_load_factor": "tables do not grow in this version; leave it at its default"}
+    reasons = {}
+    init, most, _ = growing_bucket_layout(
+        option.init_capacity or _set(option.max_capacity), _set(option.max_capacity), option.bucket_capacity
+    )
+    if init == most:
+        reasons["max_load_factor"] = "the table does not grow; set init_capacity below max_capacity, or leave it"
     if not option.training:
         reasons["safe_check_mode"] = "a table with training=False inserts nothing; leave it at IGNORE"
     if device.type == "cpu":

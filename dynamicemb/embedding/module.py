@@ -346,6 +346,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
         with group.lock:
+            group.make_room(batch.ids, batch.offsets, layout)
             self.insert_checks.before_insert(batch.ids, batch.offsets, layout)
             step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
             try:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from dynamicemb.capacity import growing_bucket_layout
 from dynamicemb.dynamicemb_config import (
     DEFAULT_INDEX_TYPE,
     MAX_DIM,
     WEIGHT_DTYPES,
     DynamicEmbTableOptions,
-    bucket_layout,
     complete_initializer_args,
     data_type_to_dtype,
     row_bytes,
@@ -87,7 +87,9 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
             f"embedding_dtype={options.embedding_dtype} of table {name!r} differs from data_type={config.data_type}; "
             "leave embedding_dtype None"
         )
-    num_buckets, bucket = bucket_layout(-(-config.num_embeddings // world_size), options.bucket_capacity)
+    rows = -(-config.num_embeddings // world_size)
+    init = rows if options.init_capacity is None else min(options.init_capacity, rows)
+    init_buckets, num_buckets, bucket = growing_bucket_layout(init, rows, options.bucket_capacity)
     if num_buckets * bucket > MAX_GROUP_SLOTS:
         raise ValueError(
             f"num_embeddings={config.num_embeddings} of table {name!r} needs {num_buckets * bucket} slots on each of "
@@ -97,7 +99,7 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
         copy.copy(options),
         bucket_capacity=bucket,
         max_capacity=num_buckets * bucket,
-        init_capacity=_init_capacity(options.init_capacity, num_buckets * bucket, bucket),
+        init_capacity=init_buckets * bucket,
         local_hbm_for_values=options.local_hbm_for_values or -(-options.global_hbm_for_values // world_size),
         dim=config.embedding_dim,
         embedding_dtype=dtype,
@@ -120,12 +122,6 @@ def _check_config(config: Any) -> None:
         raise ValueError(
             f"data_type of dynamic table {config.name!r} must be FP32, FP16 or BF16, got {config.data_type}"
         )
-
-
-def _init_capacity(init_capacity: int | None, max_capacity: int, bucket: int) -> int:
-    if init_capacity is None:
-        return max_capacity
-    return min(-(-init_capacity // bucket) * bucket, max_capacity)
 
 
 def table_memory(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.growth import Growth, GrowthLimits, make_room
 from dynamicemb.table.index import DROPPED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
@@ -64,6 +66,7 @@ class TableGroup:
         initializers: InitializerTable,
         options: GroupOptions,
         device: torch.device,
+        growth: GrowthLimits | None = None,
     ):
         """Allocate empty tables.
 
@@ -74,22 +77,25 @@ class TableGroup:
             initializers: how new rows are filled, per table.
             options: what holds for all of them.
             device: where index and rows live.
+            growth: how far tables may grow; None: none does.
 
         Raises:
             ValueError: the group has more slots than a 32-bit row id can name.
         """
-        if sum(capacities) > MAX_SLOTS:
+        most = capacities if growth is None else growth.max_capacities
+        if sum(most) > MAX_SLOTS:
             raise ValueError(
-                f"max_capacity: the tables {names} have {sum(capacities)} slots together, more than {MAX_SLOTS}; "
+                f"max_capacity: the tables {names} have {sum(most)} slots together, more than {MAX_SLOTS}; "
                 "lower the capacities or give the tables to several modules"
             )
         self.kernels = kernels_for(device)
         self.names = names
-        self.capacities = capacities
+        self.capacities = list(capacities)
+        self.growth = None if growth is None else Growth(names, growth, device)
         self.options = options
         self.device = device
         self.initializers = initializers
-        self.store = RowStore(capacities, formats, options.dtype, device)
+        self.store = RowStore(capacities, formats, options.dtype, device, most)
         self.index = Index.create(
             [c // options.bucket_capacity for c in capacities],
             options.bucket_capacity,
@@ -138,6 +144,24 @@ class TableGroup:
             self.kernels.rebase(self.index, shift)
         return self.steps.begin()
 
+    # Growth
+
+    def make_room(self, ids: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout) -> None:
+        """Grow the tables that a batch would fill beyond their load factor; before its step begins."""
+        if self.growth is not None:
+            self._make_room(ids, lambda: layout.table_ranges(offsets))
+
+    def _make_room(self, ids: torch.Tensor, ranges_of: Callable[[], torch.Tensor]) -> None:
+        def num_new(tables: list[int]) -> list[int]:
+            ranges = ranges_of()
+            missing = self.find(ids, ranges) < 0
+            bounds = ranges.tolist()
+            parts = [slice(bounds[t], bounds[t + 1]) for t in tables]
+            return [torch.unique(ids[part][missing[part]]).numel() for part in parts]
+
+        assert self.growth is not None
+        make_room(self.growth, self.index, self.store, self.kernels, self.capacities, ids.numel(), num_new)
+
     # Lookups
 
     def open_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> OpenBatch:
@@ -174,11 +198,11 @@ class TableGroup:
             ``(rows i32[N], events)``; rows are -1 for ids that found their bucket full of protected ids.
         """
         args = (self.index, self.store, self.initializers, ids, table_ranges, frequencies, self._state_values)
-        return (
-            self.kernels.find_or_insert(*args)
-            if scratch is None
-            else self.kernels.find_or_insert(*args, scratch=scratch)
-        )
+        options = {} if scratch is None else {"scratch": scratch}
+        rows, events = self.kernels.find_or_insert(*args, **options)
+        if self.growth is not None:
+            self.growth.inserted(self.index, ids.numel())
+        return rows, events
 
     def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:
         """Count, for each of ``tables``, the inserts of a batch that would fail now; changes nothing, waits."""
@@ -267,6 +291,8 @@ class TableGroup:
             bool ``[N]``: False where the bucket was full of protected ids.
         """
         with self.lock:
+            if self.growth is not None:
+                self._make_room(ids, lambda: self._ranges_of(table, ids.numel()))
             step = self.begin_step(training=False)
             try:
                 rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))

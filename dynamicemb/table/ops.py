@@ -19,7 +19,7 @@ from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowFormat, RowStore
 
 _INDEX = "Tensor{0}[] index, int bucket_capacity, int strategy, str? score_function"
-_STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift"
+_STORE = "Tensor{0}[] chunks, int[] dims, int[] num_states, ScalarType dtype, int chunk_shift, int[] chunk_tables"
 _BATCH = "Tensor ids, Tensor table_ranges"
 _LAYOUT = (
     "Tensor feature_tables, Tensor column_offsets, Tensor table_features, SymInt batch_size, int pooling, SymInt width"
@@ -61,10 +61,15 @@ def _index(arguments: Sequence[Any]) -> Index:
 
 
 def _store(
-    chunks: list[torch.Tensor], dims: list[int], num_states: list[int], dtype: torch.dtype, chunk_shift: int
+    chunks: list[torch.Tensor],
+    dims: list[int],
+    num_states: list[int],
+    dtype: torch.dtype,
+    chunk_shift: int,
+    chunk_tables: list[int],
 ) -> RowStore:
     formats = [RowFormat(dim, num_state) for dim, num_state in zip(dims, num_states, strict=True)]
-    return RowStore.attach(chunks, formats, dtype, chunk_shift)
+    return RowStore.attach(chunks, formats, dtype, chunk_shift, chunk_tables)
 
 
 def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, int, str | None]:
@@ -72,10 +77,10 @@ def index_arguments(index: Index) -> tuple[list[torch.Tensor], int, int, str | N
     return index.tensors(), index.bucket_capacity, index.strategy, index.score_function
 
 
-def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], list[int], torch.dtype, int]:
+def store_arguments(store: RowStore) -> tuple[list[torch.Tensor], list[int], list[int], torch.dtype, int, list[int]]:
     """Return the first arguments of the ops on rows."""
     dims, states = [f.dim for f in store.formats], [f.num_state for f in store.formats]
-    return store.chunks, dims, states, store.dtype, store.chunk_shift
+    return store.chunks, dims, states, store.dtype, store.chunk_shift, store.chunk_tables
 
 
 def layout_arguments(layout: FeatureLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
@@ -120,7 +125,7 @@ def _insert(*args: Any) -> Any:
 
 def _find_or_insert(*args: Any) -> Any:
     index, rest = _index(args), args[_NUM_INDEX_ARGUMENTS:]
-    store, (modes, params, keys, *batch) = _store(*rest[:5]), rest[5:]
+    store, (modes, params, keys, *batch) = _store(*rest[:6]), rest[6:]
     initializers = InitializerTable(modes, params, keys)
     rows, events = kernels_for(store.device).find_or_insert(index, store, initializers, *batch)
     return rows, *events.result()
@@ -136,30 +141,30 @@ def _scan(*args: Any) -> torch.Tensor:
 
 
 def _initialize(*args: Any) -> None:
-    store, (modes, params, keys, *rest) = _store(*args[:5]), args[5:]
+    store, (modes, params, keys, *rest) = _store(*args[:6]), args[6:]
     kernels_for(store.device).initialize(store, InitializerTable(modes, params, keys), *rest)
 
 
 def _gather(*args: Any) -> torch.Tensor:
-    store = _store(*args[:5])
-    return kernels_for(store.device).gather(store, *args[5:])
+    store = _store(*args[:6])
+    return kernels_for(store.device).gather(store, *args[6:])
 
 
 def _pool(*args: Any) -> torch.Tensor:
-    store, (rows, offsets, *layout) = _store(*args[:5]), args[5:13]
-    weights, missing_values, output_dtype = args[13:]
+    store, (rows, offsets, *layout) = _store(*args[:6]), args[6:14]
+    weights, missing_values, output_dtype = args[14:]
     kernels = kernels_for(store.device)
     return kernels.pool(store, rows, offsets, FeatureLayout(*layout), weights, missing_values, output_dtype)
 
 
 def _pool_weights_grad(*args: Any) -> torch.Tensor:
-    store, (rows, offsets, *layout), grad = _store(*args[:5]), args[5:13], args[13]
+    store, (rows, offsets, *layout), grad = _store(*args[:6]), args[6:14], args[14]
     return kernels_for(store.device).pool_weights_grad(store, rows, offsets, FeatureLayout(*layout), grad)
 
 
 def _update(*args: Any) -> None:
-    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:5]), args[5:15]
-    weights, grad, clock, learning_rate, table_keys, kind, settings, clipping, stochastic = args[15:]
+    store, (ids, table_ranges, rows, offsets, *layout) = _store(*args[:6]), args[6:16]
+    weights, grad, clock, learning_rate, table_keys, kind, settings, clipping, stochastic = args[16:]
     spec = OptimizerSpec(
         OptimizerKind(kind),
         gradient_clipping=clipping,
@@ -190,7 +195,7 @@ def _fake_insert(*args: Any) -> Any:
 
 def _fake_find_or_insert(*args: Any) -> Any:
     # After those of the rows, and modes, params and keys.
-    ids = args[_NUM_INDEX_ARGUMENTS + 8]
+    ids = args[_NUM_INDEX_ARGUMENTS + 9]
     return ids.new_empty(ids.shape, dtype=torch.int32), *_fake_outcome(ids)
 
 
@@ -204,17 +209,17 @@ def _fake_scan(index: Any, *rest: Any) -> torch.Tensor:
 
 
 def _fake_gather(*args: Any) -> torch.Tensor:
-    dims, rows, output_dtype = args[1], args[5], args[8]
+    dims, rows, output_dtype = args[1], args[6], args[9]
     return rows.new_empty(rows.shape[0], dims[0], dtype=output_dtype)
 
 
 def _fake_pool(*args: Any) -> torch.Tensor:
-    rows, batch_size, width, output_dtype = args[5], args[10], args[12], args[15]
+    rows, batch_size, width, output_dtype = args[6], args[11], args[13], args[16]
     return rows.new_empty(batch_size, width, dtype=output_dtype)
 
 
 def _fake_pool_weights_grad(*args: Any) -> torch.Tensor:
-    return args[5].new_empty(args[5].shape, dtype=torch.float32)
+    return args[6].new_empty(args[6].shape, dtype=torch.float32)
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

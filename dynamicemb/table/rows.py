@@ -49,10 +49,19 @@ class RowStore:
         state_offsets: i64 ``[T]``, bytes from a row's start to its state.
         chunk_bases: i64 ``[C]``, addresses.
         chunk_shift: log2 of the row ids behind one entry of ``chunk_bases``.
-        chunks: the memory itself, u8, kept alive here.
+        chunks: the memory itself, u8, kept alive here; one per table, and one more each time a table grows.
+        chunk_tables: the table of each chunk.
+        first_rows: the first row id of each table's first chunk.
     """
 
-    def __init__(self, capacities: list[int], formats: list[RowFormat], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        capacities: list[int],
+        formats: list[RowFormat],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_capacities: list[int] | None = None,
+    ):
         """Allocate rows for every table; their contents are undefined until initialised.
 
         Args:
@@ -60,22 +69,28 @@ class RowStore:
             formats: format of each table's rows.
             dtype: dtype of the weights.
             device: where the rows live.
+            max_capacities: rows to which each table may grow; None: none grows.
 
         Raises:
             ValueError: the row ids of the group do not fit in 31 bits.
         """
-        self._describe(formats, dtype, device, _chunk_shift(capacities))
+        self._describe(formats, dtype, device, _chunk_shift(capacities, max_capacities or capacities))
         sizes = [rows * row_format.num_bytes(dtype) for rows, row_format in zip(capacities, formats, strict=True)]
-        self._take([allocate(size, torch.uint8, device) for size in sizes])
+        self._take([allocate(size, torch.uint8, device) for size in sizes], list(range(len(formats))))
 
     @classmethod
     def attach(
-        cls, chunks: list[torch.Tensor], formats: list[RowFormat], dtype: torch.dtype, chunk_shift: int
+        cls,
+        chunks: list[torch.Tensor],
+        formats: list[RowFormat],
+        dtype: torch.dtype,
+        chunk_shift: int,
+        chunk_tables: list[int] | None = None,
     ) -> "RowStore":
-        """Return a store over memory that exists: one chunk per table, as another store's ``chunks``."""
+        """Return a store over memory that exists, as another store's ``chunks``; None is one chunk per table."""
         store = cls.__new__(cls)
         store._describe(formats, dtype, chunks[0].device, chunk_shift)
-        store._take(chunks)
+        store._take(chunks, list(range(len(formats))) if chunk_tables is None else list(chunk_tables))
         return store
 
     def _describe(self, formats: list[RowFormat], dtype: torch.dtype, device: torch.device, chunk_shift: int) -> None:
@@ -88,21 +103,50 @@ class RowStore:
         self.row_bytes = torch.tensor([f.num_bytes(dtype) for f in formats], dtype=torch.int64, device=device)
         self.state_offsets = torch.tensor([f.state_offset(dtype) for f in formats], dtype=torch.int64, device=device)
 
-    def _take(self, chunks: list[torch.Tensor]) -> None:
-        """Number the rows of each table's chunk and list the bases that cover them."""
-        self.chunks = chunks
+    def _take(self, chunks: list[torch.Tensor], tables: list[int]) -> None:
+        """Number the rows of each chunk and list the bases that cover them."""
+        self.chunks: list[torch.Tensor] = []
+        self.chunk_tables: list[int] = []
         self.first_rows: list[int] = []
-        bases: list[int] = []
-        for chunk, row_format in zip(chunks, self.formats, strict=True):
-            self.first_rows.append(len(bases) << self.chunk_shift)
-            step = row_format.num_bytes(self.dtype) << self.chunk_shift
-            bases += range(chunk.data_ptr(), chunk.data_ptr() + chunk.numel(), step)
-        if len(bases) << self.chunk_shift > MAX_ROWS:
+        self._bases: list[int] = []
+        # Of each chunk: its first row id and how many there are.
+        self._spans: list[tuple[int, int]] = []
+        for chunk, table in zip(chunks, tables, strict=True):
+            self._append(chunk, table)
+        self.chunk_bases = torch.tensor(self._bases, dtype=torch.int64, device=self.device)
+
+    def _append(self, chunk: torch.Tensor, table: int) -> int:
+        num_bytes = self.formats[table].num_bytes(self.dtype)
+        first_row = len(self._bases) << self.chunk_shift
+        bases = range(chunk.data_ptr(), chunk.data_ptr() + chunk.numel(), num_bytes << self.chunk_shift)
+        if (len(self._bases) + len(bases)) << self.chunk_shift > MAX_ROWS:
             raise ValueError(
                 f"capacity: the tables of one group need more than {MAX_ROWS} row ids; "
                 "lower max_capacity or give the tables to several modules"
             )
-        self.chunk_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
+        self._bases += bases
+        self._spans.append((first_row, chunk.numel() // num_bytes))
+        self.chunks.append(chunk)
+        self.chunk_tables.append(table)
+        if table == len(self.first_rows):
+            self.first_rows.append(first_row)
+        return first_row
+
+    def add_chunk(self, table: int, num_rows: int) -> int:
+        """Allocate more rows for a table; returns the first of their ids, which follow each other.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: nothing has changed.
+        """
+        chunk = allocate(num_rows * self.formats[table].num_bytes(self.dtype), torch.uint8, self.device)
+        first_row = self._append(chunk, table)
+        self.chunk_bases = torch.tensor(self._bases, dtype=torch.int64, device=self.device)
+        return first_row
+
+    def row_ids(self, table: int) -> torch.Tensor:
+        """Return the ids of a table's rows, i64 ``[capacity]``, ascending, on the CPU."""
+        spans = [span for span, owner in zip(self._spans, self.chunk_tables, strict=True) if owner == table]
+        return torch.cat([torch.arange(first, first + number, device="cpu") for first, number in spans])
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -114,7 +158,8 @@ class RowStore:
         # A copy lives elsewhere: take aligned memory and find every base again.
         self.__dict__.update(state)
         chunks = [torch.as_tensor(chunk) for chunk in self.chunks]
-        self._take([allocate(chunk.numel(), torch.uint8, self.device).copy_(chunk) for chunk in chunks])
+        copies = [allocate(chunk.numel(), torch.uint8, self.device).copy_(chunk) for chunk in chunks]
+        self._take(copies, self.chunk_tables)
 
     @property
     def num_tables(self) -> int:
@@ -126,9 +171,20 @@ class RowStore:
         return sum(chunk.untyped_storage().nbytes() for chunk in self.chunks)
 
 
-def _chunk_shift(capacities: list[int]) -> int:
-    """Choose the largest chunk that covers the largest table and still gives every table its own entries."""
+def _chunk_shift(capacities: list[int], max_capacities: list[int]) -> int:
+    """Choose the largest chunk that covers the largest table and still gives every chunk to come its own entries."""
     shift = max(4, (max(capacities) - 1).bit_length())
-    while shift > 4 and sum(-(-c >> shift) for c in capacities) << shift > MAX_ROWS:
+    while shift > 4 and _num_entries(capacities, max_capacities, shift) << shift > MAX_ROWS:
         shift -= 1
     return shift
+
+
+def _num_entries(capacities: list[int], max_capacities: list[int], shift: int) -> int:
+    """Return how many entries of the chunk table fully grown tables need, if each grows by doubling."""
+    entries = 0
+    for capacity, most in zip(capacities, max_capacities, strict=True):
+        entries += -(-capacity >> shift)
+        while capacity < most:
+            entries += -(-capacity >> shift)
+            capacity *= 2
+    return entries

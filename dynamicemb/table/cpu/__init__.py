@@ -11,6 +11,7 @@ from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
 from dynamicemb.table.cpu.open_batch import open_batch
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
+from dynamicemb.table.cpu.relocate import relocate
 from dynamicemb.table.cpu.scan import scan
 from dynamicemb.table.cpu.transfer import read_rows, write_rows
 from dynamicemb.table.cpu.update import update
@@ -31,6 +32,7 @@ __all__ = [
     "read_rows",
     "rebase",
     "rebuild",
+    "relocate",
     "scan",
     "start_grouping",
     "update",

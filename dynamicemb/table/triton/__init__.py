@@ -10,6 +10,7 @@ from dynamicemb.table.triton.gather import gather
 from dynamicemb.table.triton.initialize import initialize
 from dynamicemb.table.triton.open_batch import open_batch
 from dynamicemb.table.triton.pool import pool, pool_weights_grad
+from dynamicemb.table.triton.relocate import relocate
 from dynamicemb.table.triton.scan import scan
 from dynamicemb.table.triton.transfer import read_rows, write_rows
 from dynamicemb.table.triton.update import update
@@ -29,6 +30,7 @@ __all__ = [
     "read_rows",
     "rebase",
     "rebuild",
+    "relocate",
     "scan",
     "start_grouping",
     "update",

@@ -1,0 +1,215 @@
+"""Tables that grow: when, how far, and the move of their index entries.
+
+A table grows by a power of two. Bucket b of n is divided among b, b + n, ...; index entries move, rows stay with their
+ids, and so do the row numbers that a step in flight has saved. Left-over rows and new ones go to the empty slots.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.index import ERASED, EVICTED, INSERTED, OLDEST, Index
+from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
+from dynamicemb.table.memory import allocate
+from dynamicemb.table.rows import RowStore
+
+# Arrays with an entry for each slot.
+_COLUMNS = ("keys", "digests", "scores", "stamps", "rows", "tags")
+
+
+@dataclass(frozen=True)
+class GrowthLimits:
+    """How far tables may grow.
+
+    Attributes:
+        max_capacities: rows of each table at most, its first capacity times a power of two.
+        max_load_factors: share of used slots, per table, above which it grows.
+    """
+
+    max_capacities: list[int]
+    max_load_factors: list[float]
+
+
+class Growth:
+    """Decides before each insert whether tables must grow first.
+
+    The host does not know how many ids a table on a GPU holds. It knows a bound: the number that arrived last, and all
+    occurrences since. Only where the bound crosses the threshold is the device asked, for the true number and for the
+    distinct new ids of the batch.
+    """
+
+    def __init__(self, names: list[str], limits: GrowthLimits, device: torch.device):
+        """Begin with empty tables."""
+        self._names = names
+        self._limits = limits
+        self._max_capacities = list(limits.max_capacities)
+        self._since = 0
+        self._arrived = [0] * len(names)
+        self._copy: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._occurrences_in_copy = 0
+        self._device = device
+
+    def __getstate__(self) -> dict[str, object]:
+        state = self.__dict__.copy()
+        # The copy knows nothing yet: it asks when it must.
+        state.update(_copy=None, _event=None, _since=2**62)
+        return state
+
+    def growable(self, capacities: list[int]) -> list[int]:
+        """Return the tables that may still grow."""
+        return [t for t, capacity in enumerate(capacities) if capacity < self._max_capacities[t]]
+
+    def may_cross(self, index: Index, capacities: list[int], num_ids: int) -> list[int]:
+        """Return the tables that ``num_ids`` more occurrences could fill beyond their threshold."""
+        tables = self.growable(capacities)
+        if not tables:
+            return []
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise DynamicEmbError(
+                f"table {self._names[tables[0]]!r} may still grow, which a CUDA graph cannot; construct it with "
+                "init_capacity = max_capacity, or capture once it has grown"
+            )
+        if self._device.type == "cpu":
+            self._arrived, self._since = sizes_of(index.counters), 0
+        elif self._event is not None and self._event.query():
+            assert self._copy is not None
+            self._arrived = sizes_of(self._copy)
+            self._since -= self._occurrences_in_copy
+            self._event = None
+        bound = self._since + num_ids
+        return [t for t in tables if self._arrived[t] + bound > self._threshold(t, capacities[t])]
+
+    def _threshold(self, table: int, capacity: int) -> float:
+        return self._limits.max_load_factors[table] * capacity
+
+    def factor(self, table: int, capacity: int, num_ids: int) -> int:
+        """Return by which power of two a table must grow to hold ``num_ids`` ids; as far as it may."""
+        factor = 1
+        while num_ids > self._threshold(table, factor * capacity) and factor * capacity < self._max_capacities[table]:
+            factor *= 2
+        return factor
+
+    def inserted(self, index: Index, num_ids: int) -> None:
+        """Note an insert of ``num_ids`` occurrences; the sizes after it come to the host when they are ready."""
+        self._since += num_ids
+        if self._device.type == "cpu" or self._event is not None:
+            return
+        if self._copy is None:
+            self._copy = torch.empty(index.counters.shape, dtype=torch.int64, pin_memory=True)
+        self._copy.copy_(index.counters, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(self._device))
+        self._occurrences_in_copy = self._since
+
+    def ask(self, index: Index) -> list[int]:
+        """Return the true sizes. Host sync: one."""
+        self._arrived, self._since, self._event = sizes_of(index.counters), 0, None
+        return self._arrived
+
+    def stop(self, table: int, capacity: int, error: Exception) -> None:
+        """Leave a table as large as it is for good: there is no memory."""
+        self._max_capacities[table] = capacity
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(
+            f"table {self._names[table]!r} cannot grow beyond {capacity} rows ({message}); from now on it evicts ids. "
+            "Lower max_capacity, use a smaller embedding_dtype, or more ranks",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def sizes_of(counters: torch.Tensor) -> list[int]:
+    """Return how many ids each table holds, from ``Index.counters`` i64 ``[T, NUM_COUNTERS]``."""
+    return (counters[:, INSERTED] - counters[:, EVICTED] - counters[:, ERASED]).tolist()
+
+
+def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor: int) -> None:
+    """Multiply the buckets of a table; ids, rows, scores and tags stay, erased slots that nothing protects go.
+
+    Args:
+        index: the group's index; its arrays are replaced.
+        store: the group's rows; gets a chunk for the new ones.
+        kernels: of the device.
+        table: which table.
+        factor: a power of two.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: nothing has changed.
+
+    Host sync: yes. Moves about 50 bytes of index for each slot of the group.
+    """
+    capacity = index.bucket_capacity
+    begin, end = (int(b) * capacity for b in index.bucket_offsets[table : table + 2])
+    added = (factor - 1) * (end - begin)
+    names = [name for name in _COLUMNS if getattr(index, name, None) is not None and getattr(index, name).numel()]
+    grown = {name: _enlarged(getattr(index, name), begin, end, added) for name in names}
+    first_row = store.add_chunk(table, added)
+    # Everything is there: from here on nothing fails.
+    old = {name: getattr(index, name)[begin:end] for name in names}
+    new = {name: grown[name][begin : end + added] for name in names}
+    protected = (old["digests"] == DIGEST_ERASED) & (old["tags"] >= index.clock[OLDEST])
+    kept = (old["digests"] > DIGEST_ERASED) | protected
+    slots = kernels.relocate(old["keys"], old["digests"], kept, new["digests"], capacity)
+    targets = slots[kept]
+    for name in names:
+        if name != "digests":
+            new[name][targets] = old[name][kept]
+    fresh = torch.arange(first_row, first_row + added, dtype=torch.int32, device=store.device)
+    new["rows"][new["digests"] == DIGEST_EMPTY] = torch.cat([old["rows"][~kept], fresh])
+    for name, column in grown.items():
+        setattr(index, name, column)
+    index.bucket_offsets[table + 1 :] += added // capacity
+
+
+def _enlarged(column: torch.Tensor, begin: int, end: int, added: int) -> torch.Tensor:
+    """Return a copy of an array in which the entries ``begin..end`` are zero and followed by ``added`` zeros."""
+    out = allocate(column.numel() + added, column.dtype, column.device, zero=True)
+    out[:begin] = column[:begin]
+    out[end + added :] = column[end:]
+    return out
+
+
+Missing = Callable[[list[int]], list[int]]
+
+
+def make_room(
+    growth: Growth,
+    index: Index,
+    store: RowStore,
+    kernels: ModuleType,
+    capacities: list[int],
+    num_ids: int,
+    new: Missing,
+) -> None:
+    """Grow the tables that an insert would fill beyond their threshold.
+
+    Args:
+        growth: the tables' bounds.
+        index: the group's index.
+        store: the group's rows.
+        kernels: of the device.
+        capacities: rows of each table; changed in place.
+        num_ids: occurrences of the batch.
+        new: called with tables, returns how many distinct ids of the batch each of them does not hold.
+
+    Host sync: none while no table can come near its threshold.
+    """
+    tables = growth.may_cross(index, capacities, num_ids)
+    if not tables:
+        return
+    sizes = growth.ask(index)
+    for table, number in zip(tables, new(tables), strict=True):
+        factor = growth.factor(table, capacities[table], sizes[table] + number)
+        if factor == 1:
+            continue
+        try:
+            grow(index, store, kernels, table, factor)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            growth.stop(table, capacities[table], error)
+        else:
+            capacities[table] *= factor
