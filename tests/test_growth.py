@@ -1,6 +1,7 @@
 """Tables that grow; contract 19."""
 
 import copy
+import math
 import pickle
 import warnings
 
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from dynamicemb import DynamicEmbCheckMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.capacity import MAX_BUCKET_CAPACITY, growing_bucket_layout
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
-from dynamicemb.errors import DynamicEmbError
+from dynamicemb.errors import DynamicEmbError, InsertFailedError
 from dynamicemb.table import growth as growth_module
 from tests.conftest import reason_to_skip
 from tests.lookups import EXTREME
@@ -25,15 +26,19 @@ DIM = 4
 def make(backend: str, capacities=((16, 256), (32, 32)), **arguments) -> BatchedDynamicEmbeddingTablesV2:
     bucket = arguments.pop("bucket_capacity", 16)
     load_factor = arguments.pop("max_load_factor", 0.5)
-    strategy = arguments.pop("score_strategy", DynamicEmbScoreStrategy.STEP)
+    common = {
+        "score_strategy": arguments.pop("score_strategy", DynamicEmbScoreStrategy.STEP),
+        "safe_check_mode": arguments.pop("safe_check_mode", DynamicEmbCheckMode.IGNORE),
+        "score_function": arguments.pop("score_function", None),
+    }
     options = [
         DynamicEmbTableOptions(
             dim=DIM,
             init_capacity=init,
             max_capacity=most,
             bucket_capacity=bucket,
-            score_strategy=strategy,
             initializer_args=UNIFORM,
+            **common,
             **({"max_load_factor": load_factor} if init < most else {}),
         )
         for init, most in capacities
@@ -261,6 +266,43 @@ def test_max_load_factor_without_growth_warns() -> None:
     with pytest.warns(UserWarning, match="max_load_factor.*init_capacity below max_capacity"):
         options = DynamicEmbTableOptions(dim=4, max_capacity=128, max_load_factor=0.75)
         BatchedDynamicEmbeddingTablesV2([options], ["a"], device="cpu")
+
+
+def test_c28_a_plan_of_check_mode_error_counts_on_growth(backend: str) -> None:
+    module = make(backend, ((16, 256), (32, 32)), safe_check_mode=DynamicEmbCheckMode.ERROR)
+    lookup(module, range(100), []).sum().backward()
+    assert module.tables.capacities[0] == 256 and module.stats()["a"]["failed"] == 0
+    before = contents(module)
+    with pytest.raises(InsertFailedError):
+        lookup(module, range(1000, 1600), [])
+    assert contents(module) == before
+    device = module.tables.device
+    ids = torch.arange(2000, 2100, device=device)
+    small = make(backend, ((16, 256), (32, 32)), safe_check_mode=DynamicEmbCheckMode.ERROR)
+    assert small.insert("a", ids, torch.zeros(100, DIM, device=device)).all()
+
+
+def older_first(scores, now):
+    return (scores[0] - now) * 1e-9 + math.log(scores[1])
+
+
+@pytest.mark.parametrize("function", [None, older_first])
+def test_c28_compound_scores_survive_growth(backend: str, function) -> None:
+    strategy = (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU)
+    module = make(backend, ((16, 64), (32, 32)), score_strategy=strategy, score_function=function)
+    lookup(module, [1, 1, 1, 2], [])
+    before = dict(zip(*(x.tolist() for x in module.export_scores("a", "cpu")), strict=True))
+    with torch.no_grad():
+        lookup(module, range(10, 40), [])
+    assert module.tables.capacities[0] == 64
+    after = dict(zip(*(x.tolist() for x in module.export_scores("a", "cpu")), strict=True))
+    assert len(after) == 32 and after[1] == before[1] and after[2] == before[2]
+    assert after[1][1] == 3 and after[10][0] > after[1][0] > 1_600_000_000 * 10**9
+    with torch.no_grad():
+        for begin in range(100, 180, 8):
+            lookup(module, range(begin, begin + 8), [])
+    assert module.stats()["a"]["evicted"] > 0
+    module.tables.check_invariants()
 
 
 @pytest.mark.cuda

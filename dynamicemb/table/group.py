@@ -205,7 +205,12 @@ class TableGroup:
         return rows, events
 
     def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:
-        """Count, for each of ``tables``, the inserts of a batch that would fail now; changes nothing, waits."""
+        """Count, for each of ``tables``, the inserts of a batch that would fail; waits.
+
+        Changes no id, score or row; but tables that may grow get the room that the batch wants.
+        """
+        if self.growth is not None:
+            self._make_room(ids, lambda: table_ranges)
         rows = self.find(ids, table_ranges)
         return plan_inserts(self.index, ids, table_ranges, rows, self.steps.next_lag(), tables)
 
