@@ -91,7 +91,6 @@ class TableGroup:
         self.kernels = kernels_for(device)
         self.names = names
         self.capacities = list(capacities)
-        self.growth = None if growth is None else Growth(names, growth, device)
         self.options = options
         self.device = device
         self.initializers = initializers
@@ -105,6 +104,7 @@ class TableGroup:
             options.score_function,
         )
         self.counter_reader = CounterReader(self.index)
+        self.growth = None if growth is None else Growth(names, growth, self.counter_reader)
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
@@ -125,6 +125,8 @@ class TableGroup:
         self.kernels = kernels_for(self.device)
         self.lock = threading.RLock()
         self.counter_reader = CounterReader(self.index, self.index.counters.tolist())
+        if self.growth is not None:
+            self.growth.resume(self.counter_reader)
 
     # Steps
 
@@ -201,7 +203,7 @@ class TableGroup:
         options = {} if scratch is None else {"scratch": scratch}
         rows, events = self.kernels.find_or_insert(*args, **options)
         if self.growth is not None:
-            self.growth.inserted(self.index, ids.numel())
+            self.growth.inserted(ids.numel())
         return rows, events
 
     def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:

@@ -12,10 +12,11 @@ from types import ModuleType
 import torch
 
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.table.index import ERASED, EVICTED, INSERTED, OLDEST, Index
+from dynamicemb.table.index import OLDEST, Index
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.memory import allocate
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.stats import CounterReader, occurrences_of, size_of
 
 # Arrays with an entry for each slot.
 _COLUMNS = ("keys", "digests", "scores", "stamps", "rows", "tags")
@@ -37,52 +38,51 @@ class GrowthLimits:
 class Growth:
     """Decides before each insert whether tables must grow first.
 
-    The host does not know how many ids a table on a GPU holds. It knows a bound: the number that arrived last, and all
-    occurrences since. Only where the bound crosses the threshold is the device asked, for the true number and for the
-    distinct new ids of the batch.
+    The host does not know how many ids a table on a GPU holds. It knows a bound: the size that arrived last, and all
+    occurrences that have been offered to the tables since. Only where the bound crosses the threshold is the device
+    asked, for the true size and for the distinct new ids of the batch.
     """
 
-    def __init__(self, names: list[str], limits: GrowthLimits, device: torch.device):
-        """Begin with empty tables."""
+    def __init__(self, names: list[str], limits: GrowthLimits, reader: CounterReader):
+        """Begin with the tables as ``reader`` knows them."""
         self._names = names
         self._limits = limits
         self._max_capacities = list(limits.max_capacities)
-        self._since = 0
-        self._arrived = [0] * len(names)
-        self._copy: torch.Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-        self._occurrences_in_copy = 0
-        self._device = device
+        self._offered = sum(map(occurrences_of, reader.latest()))
+        self._reader = reader
 
     def __getstate__(self) -> dict[str, object]:
         state = self.__dict__.copy()
-        # The copy knows nothing yet: it asks when it must.
-        state.update(_copy=None, _event=None, _since=2**62)
+        del state["_reader"]
         return state
+
+    def resume(self, reader: CounterReader) -> None:
+        """Go on in a copy, whose counters ``reader`` reads."""
+        self._reader = reader
+        self._offered = sum(map(occurrences_of, reader.latest()))
 
     def growable(self, capacities: list[int]) -> list[int]:
         """Return the tables that may still grow."""
         return [t for t, capacity in enumerate(capacities) if capacity < self._max_capacities[t]]
 
-    def may_cross(self, index: Index, capacities: list[int], num_ids: int) -> list[int]:
-        """Return the tables that ``num_ids`` more occurrences could fill beyond their threshold."""
+    def may_cross(self, capacities: list[int], num_ids: int) -> list[int]:
+        """Return the tables that ``num_ids`` more occurrences could fill beyond their threshold. Host sync: none.
+
+        Raises:
+            DynamicEmbError: a table may still grow, and a CUDA graph is being captured.
+        """
         tables = self.growable(capacities)
         if not tables:
             return []
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise DynamicEmbError(
                 f"table {self._names[tables[0]]!r} may still grow, which a CUDA graph cannot; construct it with "
                 "init_capacity = max_capacity, or capture once it has grown"
             )
-        if self._device.type == "cpu":
-            self._arrived, self._since = sizes_of(index.counters), 0
-        elif self._event is not None and self._event.query():
-            assert self._copy is not None
-            self._arrived = sizes_of(self._copy)
-            self._since -= self._occurrences_in_copy
-            self._event = None
-        bound = self._since + num_ids
-        return [t for t in tables if self._arrived[t] + bound > self._threshold(t, capacities[t])]
+        counts = self._reader.latest()
+        # Those of all tables: the host does not know whose they are.
+        since = max(0, self._offered - sum(map(occurrences_of, counts)))
+        return [t for t in tables if size_of(counts[t]) + since + num_ids > self._threshold(t, capacities[t])]
 
     def _threshold(self, table: int, capacity: int) -> float:
         return self._limits.max_load_factors[table] * capacity
@@ -94,22 +94,14 @@ class Growth:
             factor *= 2
         return factor
 
-    def inserted(self, index: Index, num_ids: int) -> None:
+    def inserted(self, num_ids: int) -> None:
         """Note an insert of ``num_ids`` occurrences; the sizes after it come to the host when they are ready."""
-        self._since += num_ids
-        if self._device.type == "cpu" or self._event is not None:
-            return
-        if self._copy is None:
-            self._copy = torch.empty(index.counters.shape, dtype=torch.int64, pin_memory=True)
-        self._copy.copy_(index.counters, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(self._device))
-        self._occurrences_in_copy = self._since
+        self._offered += num_ids
+        self._reader.send()
 
-    def ask(self, index: Index) -> list[int]:
+    def ask(self) -> list[int]:
         """Return the true sizes. Host sync: one."""
-        self._arrived, self._since, self._event = sizes_of(index.counters), 0, None
-        return self._arrived
+        return [size_of(counts) for counts in self._reader.wait()]
 
     def stop(self, table: int, capacity: int, error: Exception) -> None:
         """Leave a table as large as it is for good: there is no memory."""
@@ -121,11 +113,6 @@ class Growth:
             UserWarning,
             stacklevel=2,
         )
-
-
-def sizes_of(counters: torch.Tensor) -> list[int]:
-    """Return how many ids each table holds, from ``Index.counters`` i64 ``[T, NUM_COUNTERS]``."""
-    return (counters[:, INSERTED] - counters[:, EVICTED] - counters[:, ERASED]).tolist()
 
 
 def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor: int) -> None:
@@ -199,10 +186,10 @@ def make_room(
 
     Host sync: none while no table can come near its threshold.
     """
-    tables = growth.may_cross(index, capacities, num_ids)
+    tables = growth.may_cross(capacities, num_ids)
     if not tables:
         return
-    sizes = growth.ask(index)
+    sizes = growth.ask()
     for table, number in zip(tables, new(tables), strict=True):
         factor = growth.factor(table, capacities[table], sizes[table] + number)
         if factor == 1:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.table.index import COUNTER_NAMES, ERASED, EVICTED, INSERTED, Index
+from dynamicemb.table.index import COUNTER_NAMES, ERASED, EVICTED, HITS, INSERTED, MISSES, Index
 from dynamicemb.table.layout import FIRST_DIGEST
 
 
@@ -47,6 +47,11 @@ class CounterReader:
             self._collect()
         return self._latest
 
+    def wait(self) -> list[list[int]]:
+        """Return the true values. Host sync: one."""
+        self._latest = self._index.counters.tolist()
+        return self._latest
+
     def _collect(self) -> None:
         while self._pending and self._pending[0][0].query():
             _, buffer = self._pending.pop(0)
@@ -66,6 +71,11 @@ class CounterReader:
 def size_of(counts: list[int]) -> int:
     """Return how many ids a table holds by its counters."""
     return counts[INSERTED] - counts[EVICTED] - counts[ERASED]
+
+
+def occurrences_of(counts: list[int]) -> int:
+    """Return how many occurrences a table has looked up for training by its counters."""
+    return counts[HITS] + counts[MISSES]
 
 
 def describe(size: int, capacity: int, counts: list[int]) -> dict[str, float]:
