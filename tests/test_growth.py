@@ -96,7 +96,7 @@ def test_c19_growth_loses_no_id_score_or_state(backend: str) -> None:
     ids = [*EXTREME, *range(2, 100 - len(EXTREME))]
     known: dict[int, tuple[int, bytes]] = {}
     capacities = [group.capacities[0]]
-    step = 4 if backend == "interpret" else 7
+    step = 19 if backend == "interpret" else 7
     for begin in range(0, len(ids), step):
         lookup(module, ids[begin : begin + step], [5, 6]).sum().backward()
         group.check_invariants()
@@ -107,7 +107,8 @@ def test_c19_growth_loses_no_id_score_or_state(backend: str) -> None:
         capacities.append(group.capacities[0])
         assert len(now) <= 0.5 * capacities[-1]
     assert sorted(known) == sorted(set(ids))
-    assert [c for c, after in zip(capacities, capacities[1:]) if c != after] == [16, 32, 64, 128]
+    grown = [c for c, after in zip(capacities, capacities[1:]) if c != after]
+    assert grown == ([16, 64, 128] if backend == "interpret" else [16, 32, 64, 128])
     stats = module.stats()["a"]
     assert stats["capacity"] == 256 and stats["evicted"] == stats["failed"] == 0
     # The other table's ids moved with their part of the arrays.
@@ -128,7 +129,7 @@ def test_c19_the_last_slot_works_after_growth(backend: str) -> None:
     module = make(backend, ((16, 64),), max_load_factor=1.0)
     group = module.tables
     with torch.no_grad():
-        for begin in range(0, 400, 8):
+        for begin in range(0, 120 if backend == "interpret" else 400, 8):
             lookup(module, range(begin, begin + 8))
     assert group.capacities[0] == 64
     assert int((group.index.digests >= 2).sum()) == 64
@@ -159,7 +160,7 @@ def test_c07_ids_of_an_outstanding_step_stay_protected_through_growth(backend: s
     row = int(group.find(three, torch.tensor([0, 1], device=group.device)))
     assert module.erase("a", three) == 1
     with torch.no_grad():
-        for begin in range(100, 260, 8):
+        for begin in range(100, 148 if backend == "interpret" else 260, 8):
             lookup(module, range(begin, begin + 8))
     assert group.capacities[0] == 32
     assert set(range(10)) - {3} <= set(contents(module))
@@ -186,7 +187,7 @@ def test_a_table_that_may_not_grow_further_evicts(backend: str) -> None:
     with torch.no_grad():
         lookup(module, range(1000, 1040), [])
     assert module.tables.capacities == [32, 32]
-    for begin in range(0, 80, 8):
+    for begin in range(0, 24 if backend == "interpret" else 80, 8):
         lookup(module, range(begin, begin + 8), []).sum().backward()
     stats = module.stats()["a"]
     assert stats["capacity"] == 32 and stats["evicted"] > 0
