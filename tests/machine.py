@@ -62,6 +62,7 @@ class TableMachine(RuleBasedStateMachine):
     capacities = (32, 16)
     bag_size = 10
     batch_size = 2
+    least_warm_up = 0
     most_warm_up = 4
     examples = 0
     evicting_examples = 0
@@ -115,7 +116,7 @@ class TableMachine(RuleBasedStateMachine):
         self.step = 0
         self.pending: list[Pending] = []
         self.dropped = [0, 0]
-        for seed in range(min(warm_up, self.most_warm_up)):
+        for seed in range(min(max(warm_up, self.least_warm_up), self.most_warm_up)):
             self.backward(self.forward(self.bags(seed, self.bag_size)))
 
     def new_row(self, table: int, key: int) -> tuple[np.ndarray, np.ndarray]:

@@ -222,6 +222,26 @@ def test_c19_without_memory_a_table_evicts_and_warns_once(backend: str, monkeypa
     module.tables.check_invariants()
 
 
+def test_c19_memory_that_ends_in_the_middle_leaves_nothing_behind(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make(backend)
+    lookup(module, [1, 2, 3], []).sum().backward()
+    group, before = module.tables, contents(module)
+    num_bytes = module.memory_usage()
+
+    def no_memory(*args: object) -> torch.Tensor:
+        raise MemoryError("Unable to allocate 3 GiB")
+
+    # Index and rows have been allocated by then.
+    monkeypatch.setattr(group.kernels, "relocate", no_memory)
+    with pytest.warns(UserWarning, match="cannot grow beyond 16 rows"):
+        lookup(module, range(10, 20), [])
+    assert group.capacities == [16, 32] and module.memory_usage() == num_bytes
+    group.check_invariants()
+    assert {key: contents(module)[key] for key in before} == before
+
+
 def test_a_copy_goes_on_growing(backend: str) -> None:
     if backend == "interpret":
         pytest.skip("interpret: kernels of a test are not copied")

@@ -21,7 +21,8 @@ def run(backend: str, part: int = 0) -> None:
     if reason := reason_to_skip(backend):
         pytest.skip(f"{backend}: {reason}")
     small = {"capacities": (16, 16), "bag_size": 2, "batch_size": 1, "most_warm_up": 1}
-    sizes = small if backend == "interpret" else {}
+    # Of few examples the share that evicts varies more: those of a part all begin with full tables.
+    sizes = {"interpret": small, "cuda": {"least_warm_up": 4}}.get(backend, {})
     machine = type("Machine", (TableMachine,), {"backend": backend, "examples": 0, "evicting_examples": 0, **sizes})
     examples, steps = EXAMPLES[backend]
     run_state_machine_as_test(
@@ -37,8 +38,7 @@ def run(backend: str, part: int = 0) -> None:
     )
     assert machine.examples >= examples
     if backend != "interpret":
-        # Few examples vary more.
-        assert machine.evicting_examples >= (0.9 if backend == "cpu" else 0.7) * machine.examples
+        assert machine.evicting_examples >= 0.9 * machine.examples
         assert machine.failing_examples > 0
 
 

@@ -202,7 +202,7 @@ class TableGroup:
         args = (self.index, self.store, self.initializers, ids, table_ranges, frequencies, self._state_values)
         options = {} if scratch is None else {"scratch": scratch}
         rows, events = self.kernels.find_or_insert(*args, **options)
-        if self.growth is not None:
+        if self.growth is not None and self.growth.growable(self.capacities):
             self.growth.inserted(ids.numel())
         return rows, events
 

@@ -133,10 +133,10 @@ def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor:
     capacity = index.bucket_capacity
     begin, end = (int(b) * capacity for b in index.bucket_offsets[table : table + 2])
     added = (factor - 1) * (end - begin)
-    names = [name for name in _COLUMNS if getattr(index, name, None) is not None and getattr(index, name).numel()]
+    # Stamps have no entries where nothing needs them.
+    names = [name for name in _COLUMNS if getattr(index, name).numel()]
     grown = {name: _enlarged(getattr(index, name), begin, end, added) for name in names}
-    first_row = store.add_chunk(table, added)
-    # Everything is there: from here on nothing fails.
+    chunk = store.allocate_chunk(table, added)
     old = {name: getattr(index, name)[begin:end] for name in names}
     new = {name: grown[name][begin : end + added] for name in names}
     protected = (old["digests"] == DIGEST_ERASED) & (old["tags"] >= index.clock[OLDEST])
@@ -146,8 +146,11 @@ def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor:
     for name in names:
         if name != "digests":
             new[name][targets] = old[name][kept]
+    first_row = store.next_row
     fresh = torch.arange(first_row, first_row + added, dtype=torch.int32, device=store.device)
     new["rows"][new["digests"] == DIGEST_EMPTY] = torch.cat([old["rows"][~kept], fresh])
+    # Only now does anything change: all memory has been found.
+    store.add_chunk(table, chunk)
     for name, column in grown.items():
         setattr(index, name, column)
     index.bucket_offsets[table + 1 :] += added // capacity
@@ -161,7 +164,7 @@ def _enlarged(column: torch.Tensor, begin: int, end: int, added: int) -> torch.T
     return out
 
 
-Missing = Callable[[list[int]], list[int]]
+CountNew = Callable[[list[int]], list[int]]
 
 
 def make_room(
@@ -171,7 +174,7 @@ def make_room(
     kernels: ModuleType,
     capacities: list[int],
     num_ids: int,
-    new: Missing,
+    new: CountNew,
 ) -> None:
     """Grow the tables that an insert would fill beyond their threshold.
 

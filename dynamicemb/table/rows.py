@@ -115,9 +115,9 @@ class RowStore:
             self._append(chunk, table)
         self.chunk_bases = torch.tensor(self._bases, dtype=torch.int64, device=self.device)
 
-    def _append(self, chunk: torch.Tensor, table: int) -> int:
+    def _append(self, chunk: torch.Tensor, table: int) -> None:
         num_bytes = self.formats[table].num_bytes(self.dtype)
-        first_row = len(self._bases) << self.chunk_shift
+        first_row = self.next_row
         bases = range(chunk.data_ptr(), chunk.data_ptr() + chunk.numel(), num_bytes << self.chunk_shift)
         if (len(self._bases) + len(bases)) << self.chunk_shift > MAX_ROWS:
             raise ValueError(
@@ -130,18 +130,24 @@ class RowStore:
         self.chunk_tables.append(table)
         if table == len(self.first_rows):
             self.first_rows.append(first_row)
-        return first_row
 
-    def add_chunk(self, table: int, num_rows: int) -> int:
-        """Allocate more rows for a table; returns the first of their ids, which follow each other.
+    def allocate_chunk(self, table: int, num_rows: int) -> torch.Tensor:
+        """Return memory for more rows of a table, for ``add_chunk``; changes nothing.
 
         Raises:
-            MemoryError, torch.OutOfMemoryError: nothing has changed.
+            MemoryError, torch.OutOfMemoryError: there is none.
         """
-        chunk = allocate(num_rows * self.formats[table].num_bytes(self.dtype), torch.uint8, self.device)
-        first_row = self._append(chunk, table)
+        return allocate(num_rows * self.formats[table].num_bytes(self.dtype), torch.uint8, self.device)
+
+    @property
+    def next_row(self) -> int:
+        """The first row id of the next chunk; the others follow it."""
+        return len(self._bases) << self.chunk_shift
+
+    def add_chunk(self, table: int, chunk: torch.Tensor) -> None:
+        """Give a table the rows of a chunk."""
+        self._append(chunk, table)
         self.chunk_bases = torch.tensor(self._bases, dtype=torch.int64, device=self.device)
-        return first_row
 
     def row_ids(self, table: int) -> torch.Tensor:
         """Return the ids of a table's rows, i64 ``[capacity]``, ascending, on the CPU."""
