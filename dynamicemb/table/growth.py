@@ -154,6 +154,7 @@ def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor:
     for name, column in grown.items():
         setattr(index, name, column)
     index.bucket_offsets[table + 1 :] += added // capacity
+    index.entries_moved()
 
 
 def _enlarged(column: torch.Tensor, begin: int, end: int, added: int) -> torch.Tensor:

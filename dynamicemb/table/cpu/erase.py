@@ -38,6 +38,7 @@ def rebuild(index: Index, table: int) -> None:
 
     Rows stay with their ids; left-over rows go to the empty slots.
     """
+    index.entries_moved()
     _rebuild_kernel(
         index.keys.numpy(), index.digests.numpy(), index.scores.numpy(), index.rows.numpy(), index.tags.numpy(),
         index.stamps.numpy(),

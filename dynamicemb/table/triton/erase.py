@@ -45,6 +45,7 @@ def rebuild(index: Index, table: int) -> None:
 
     Concurrency: one program per bucket. Host sync: yes. Not on the path of a training step.
     """
+    index.entries_moved()
     begin, end = (index.bucket_offsets[table : table + 2] * index.bucket_capacity).tolist()
     arrays = [a[begin:end] for a in (index.keys, index.digests, index.scores, index.rows, index.tags)]
     arrays.append((index.stamps if index.has_stamps else index.scores)[begin:end])
