@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_STEP, SCORE_TIMESTAMP
 
 
@@ -19,13 +19,25 @@ def advance(index: Index, lag: int, training: bool = True) -> None:
     clock = index.clock.numpy()
     clock[STEP] += 1
     clock[OLDEST] = max(1, clock[STEP] - lag)
-    clock[NOW] = max(clock[NOW] + 1, time.time_ns())
+    clock[NOW] = clock[SEEN] = max(clock[SEEN] + 1, time.time_ns())
     if SCORE_STEP < index.strategy <= SCORE_COMPOUND:
         return
     strategies, values = index.strategies.numpy(), index.score_values.numpy()
     values[strategies == SCORE_TIMESTAMP] = clock[NOW]
     if training:
         values[strategies == SCORE_STEP] += 1
+
+
+def observe_time(index: Index, lag: int) -> None:
+    """Let ids expire that are too old by now; for whoever looks without a step.
+
+    Args:
+        index: the group's index; its ``clock`` changes.
+        lag: how many steps before a next one the oldest protected step would be.
+    """
+    clock = index.clock.numpy()
+    clock[OLDEST] = max(clock[OLDEST], clock[STEP] + 1 - lag)
+    clock[SEEN] = max(clock[SEEN], time.time_ns())
 
 
 def rebase(index: Index, shift: int) -> None:
