@@ -12,7 +12,7 @@ from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
 from dynamicemb.table.cpu.score_function import compile_score
 from dynamicemb.table.index import NOW, OLDEST, STEP, Index
-from dynamicemb.table.scores import SCORE_LFU
+from dynamicemb.table.scores import SCORE_LFU, SCORE_NO_EVICTION
 
 
 class IndexView(NamedTuple):
@@ -63,6 +63,12 @@ def index_view(index: Index) -> IndexView:
 def counts(view, t):
     """Return whether touches of table ``t`` add to the score instead of replacing it."""
     return read_i32(view.strategies, t) >= SCORE_LFU
+
+
+@njit
+def keeps(view, t):
+    """Return whether touches of table ``t`` leave the score as it is."""
+    return read_i32(view.strategies, t) == SCORE_NO_EVICTION
 
 
 @njit
