@@ -17,6 +17,8 @@ DEMB_TABLE_ALIGN_SIZE = 16
 DEFAULT_BUCKET_CAPACITY = 128
 # As a bucket_capacity: one bucket holds the whole shard of a rank.
 MAX_BUCKET_CAPACITY = 2**63 - 1
+# Slots of the tables of one module together: slots and rows have 32-bit numbers.
+MAX_GROUP_SLOTS = 2**31 - 1
 
 _STATE_ALIGNMENT = 4
 _ROW_ALIGNMENT = 16
@@ -134,7 +136,7 @@ def bucket_layout(num_rows: int, bucket_capacity: int) -> tuple[int, int]:
     return align_to_table_size(num_rows, bucket_capacity) // bucket_capacity, bucket_capacity
 
 
-def growing_bucket_layout(init_rows: int, max_rows: int, bucket_capacity: int) -> tuple[int, int, int]:
+def growing_bucket_layout(init_rows: int, max_rows: int | None, bucket_capacity: int) -> tuple[int, int | None, int]:
     """Return ``(buckets at first, buckets at most, slots of a bucket)`` of a table that grows by doubling.
 
     The table begins with at least ``init_rows`` slots and fewer than twice as many, and ends with at least
@@ -142,12 +144,15 @@ def growing_bucket_layout(init_rows: int, max_rows: int, bucket_capacity: int) -
 
     Args:
         init_rows: rows at first.
-        max_rows: rows at most, not fewer.
+        max_rows: rows at most, not fewer; None is no limit, and then there is no last number of buckets.
         bucket_capacity: slots of a bucket; MAX_BUCKET_CAPACITY asks for a single bucket, which cannot grow.
 
     Example:
         ``growing_bucket_layout(1280, 12800, 128) == (13, 104, 128)``: 10 buckets double at most three times below 100.
     """
+    if max_rows is None:
+        init, bucket = bucket_layout(init_rows, bucket_capacity)
+        return init, None, bucket
     most, bucket = bucket_layout(max_rows, bucket_capacity)
     if bucket_capacity == MAX_BUCKET_CAPACITY:
         return most, most, bucket

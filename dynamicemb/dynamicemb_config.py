@@ -188,7 +188,8 @@ class DynamicEmbTableOptions:
         dim: embedding dim D, 1..2048; the planner sets it.
         max_capacity: rows on this rank at most, rounded up to whole buckets; the planner sets it from
             ``num_embeddings``. A bucket may be full before the table is: with buckets of 128 slots, about 3.5 % of the
-            ids find no place when exactly so many different ids come at once.
+            ids find no place when exactly so many different ids come at once. NO_EVICTION has no such limit and takes
+            None only; there the planner counts the memory of ``num_embeddings`` rows.
         evict_strategy: follows from ``score_strategy``; another value than the default or the implied one warns.
         local_hbm_for_values: bytes of GPU memory for rows on this rank.
         device_id: CUDA device of the table.
@@ -197,10 +198,12 @@ class DynamicEmbTableOptions:
             +-sqrt(1 / num_embeddings), a module made without a planner takes 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
         caching: use GPU memory as a cache of host rows (planned).
-        init_capacity: rows at the start; None: ``max_capacity``. With fewer the table grows by doubling, so both are
-            rounded up: it starts with fewer than twice as many, and ends with that number times a power of two.
+        init_capacity: rows at the start; None: ``max_capacity``, or for NO_EVICTION the planner's rows. With fewer the
+            table grows by doubling, so both are rounded up: it starts with fewer than twice as many, and ends with that
+            number times a power of two.
         max_load_factor: share of used slots, in (0, 1], above which a table grows that may; others ignore it with a
-            warning.
+            warning. Buckets fill unevenly: with 128 slots, at a load of 0.8 one new id in 130 finds its bucket full and
+            evicts another or fails, at 0.9 one in 8. NO_EVICTION grows before that happens, whatever the load.
         score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order: the frequency ranks, the
             time of the last touch is kept beside it, for 8 more bytes per row. None: not a dynamic table. A module may
             have tables of several strategies; TorchRec gives them to several modules.
@@ -310,6 +313,11 @@ class DynamicEmbTableOptions:
         _check_int("device_id", self.device_id, 0, optional=True)
         _check_int("protect_steps", self.protect_steps, 0, 2**20)
         check_bucket_capacity(self.bucket_capacity)
+        if self.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION and self.max_capacity is not None:
+            raise ValueError(
+                f"max_capacity={self.max_capacity} is a limit, but with score_strategy NO_EVICTION a table grows until "
+                "memory ends; leave max_capacity None and set init_capacity, or choose TIMESTAMP"
+            )
         if self.init_capacity is not None and self.max_capacity is not None and self.init_capacity > self.max_capacity:
             raise ValueError(
                 f"init_capacity must be <= max_capacity, got {self.init_capacity} > {self.max_capacity}; "
@@ -366,9 +374,11 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append(f"external_storage={options.external_storage!r}: not available yet; use None")
     if options.admit_strategy is not None or options.admission_counter is not None:
         messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
-    if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
-        messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
     single = options.bucket_capacity == MAX_BUCKET_CAPACITY
+    if single and options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+        messages.append(
+            "score_strategy=NO_EVICTION with bucket_capacity=MAX_BUCKET_CAPACITY: a single bucket cannot grow; use 128"
+        )
     if single and options.init_capacity is not None and options.max_capacity is not None:
         # A table has whole groups of slots, so two capacities may be the same size.
         if (

@@ -230,7 +230,7 @@ def test_comparing_options_with_a_foreign_type_is_left_to_it():
         ({"external_storage": dict}, "external_storage"),
         ({"admit_strategy": AdmitAll()}, "admit_strategy"),
         ({"admission_counter": object()}, "admission_counter"),
-        ({"score_strategy": Score.NO_EVICTION}, "NO_EVICTION"),
+        ({"score_strategy": Score.NO_EVICTION, "bucket_capacity": MAX_BUCKET_CAPACITY}, "NO_EVICTION.*single bucket"),
         (
             {"init_capacity": 16, "max_capacity": 17, "bucket_capacity": MAX_BUCKET_CAPACITY},
             "init_capacity=16.*max_capacity=17",
@@ -258,7 +258,7 @@ def test_unsupported_options_are_all_listed_at_once():
         {"init_capacity": 100, "max_capacity": 112, "bucket_capacity": MAX_BUCKET_CAPACITY},
         {"init_capacity": 100},
         *({"safe_check_mode": mode} for mode in DynamicEmbCheckMode),
-        *({"score_strategy": s} for s in Score if s is not Score.NO_EVICTION),
+        *({"score_strategy": s} for s in Score),
         {"score_strategy": (Score.TIMESTAMP, Score.LFU)},
         {"score_strategy": (Score.LFU, Score.TIMESTAMP)},
         {"training": False, "dist_type": "hash_roundrobin", "embedding_dtype": torch.bfloat16, "dim": 3},

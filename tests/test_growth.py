@@ -15,6 +15,7 @@ from dynamicemb.capacity import MAX_BUCKET_CAPACITY, growing_bucket_layout
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from dynamicemb.errors import DynamicEmbError, InsertFailedError
 from dynamicemb.table import growth as growth_module
+from dynamicemb.table.layout import locate
 from tests.conftest import reason_to_skip
 from tests.lookups import EXTREME
 from tests.tables import UNIFORM, device_of, use_backend
@@ -301,6 +302,25 @@ def test_c28_a_plan_of_check_mode_error_counts_on_growth(backend: str) -> None:
     ids = torch.arange(2000, 2100, device=device)
     small = make(backend, ((16, 256), (32, 32)), safe_check_mode=DynamicEmbCheckMode.ERROR)
     assert small.insert("a", ids, torch.zeros(100, DIM, device=device)).all()
+
+
+def test_c28_check_mode_error_grows_rather_than_fails(backend: str) -> None:
+    # 12 ids of one bucket of two, the others of both: 20 are fewer than the load factor allows.
+    ids = np.arange(2000)
+    buckets = locate(ids, 4, 1)[0]
+    batch = [*ids[buckets == 0][:9].tolist(), *ids[buckets == 2][:9].tolist()]
+    for mode, capacity, failed in ((DynamicEmbCheckMode.ERROR, 64, 0), (DynamicEmbCheckMode.IGNORE, 32, 2)):
+        module = make(backend, ((32, 256),), max_load_factor=0.9, safe_check_mode=mode)
+        lookup(module, batch).sum().backward()
+        assert module.tables.capacities[0] == capacity and module.stats()["a"]["failed"] == failed
+        # What may be evicted is no reason to grow.
+        lookup(module, ids[buckets == 0][20:29].tolist()).sum().backward()
+        assert module.tables.capacities[0] == capacity
+    stubborn = make(backend, ((32, 256),), max_load_factor=0.9, safe_check_mode=DynamicEmbCheckMode.ERROR)
+    same = ids[locate(ids, 16, 1)[0] == 0][:17].tolist()
+    with pytest.raises(InsertFailedError):
+        lookup(stubborn, same)
+    assert stubborn.tables.capacities[0] == 32
 
 
 def older_first(scores, now):

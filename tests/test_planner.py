@@ -110,7 +110,7 @@ def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacit
 def test_c20_planned_memory_equals_allocated_memory(strategy: ScoreStrategy, per_slot: int) -> None:
     given = DynamicEmbTableOptions(score_strategy=strategy)
     options = table_options_on_rank(config(num_embeddings=3000, dim=5), given, 2)
-    memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu")
+    memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu", 1536)
     module = BatchedDynamicEmbeddingTablesV2([options], ["t"], optimizer=EmbOptimType.ADAM, device="cpu")
     used = module.memory_usage()
     assert memory.num_slots == 1536
@@ -144,7 +144,7 @@ def test_c20_a_dynamic_table_that_does_not_fit_is_refused() -> None:
 def test_c20_all_memory_of_a_table_on_a_gpu_is_gpu_memory() -> None:
     options = DynamicEmbTableOptions(global_hbm_for_values=2 * 10_000)
     options = table_options_on_rank(config(num_embeddings=2000), options, 2)
-    memory = table_memory("t", options, EmbOptimType.EXACT_SGD, 100, "cuda")
+    memory = table_memory("t", options, EmbOptimType.EXACT_SGD, 100, "cuda", 1024)
     assert options.local_hbm_for_values == 10_000
     assert memory.hbm_bytes == memory.total_bytes == 1024 * (25 + 32) + memory.scratch_bytes
     assert memory.scratch_bytes == 100 * SCRATCH_BYTES_PER_OCCURRENCE["cuda"]

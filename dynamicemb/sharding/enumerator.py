@@ -18,7 +18,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from dynamicemb.optimizer import EmbOptimType
 from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints
-from dynamicemb.sharding.table_sizes import TableMemory, table_memory, table_options_on_rank
+from dynamicemb.sharding.table_sizes import TableMemory, slots_on_rank, table_memory, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import optimizer_of_parameter, remember_search_space
 
 
@@ -77,11 +77,12 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
         config = _config_of(option.module[1], option.name)
         options = table_options_on_rank(config, constraint.dynamicemb_options, self._world_size)
         occurrences = self._batch_size * sum(option.input_lengths)
-        memory = table_memory(option.name, options, optimizer, occurrences, self._compute_device)
+        _, slots, _ = slots_on_rank(config, constraint.dynamicemb_options, self._world_size)
+        memory = table_memory(option.name, options, optimizer, occurrences, self._compute_device, slots)
         self.memory[option.name] = memory
         for rank, shard in enumerate(option.shards):
-            shard.size = [options.max_capacity, options.dim]
-            shard.offset = [rank * memory.num_slots, 0]
+            shard.size = [slots, options.dim]
+            shard.offset = [rank * slots, 0]
             shard.storage = Storage(hbm=memory.hbm_bytes, ddr=memory.host_bytes)
 
 

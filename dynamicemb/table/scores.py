@@ -15,6 +15,9 @@ SCORE_COMPOUND = 5
 SCORE_MIXED = 6
 SCORE_MIXED_UNCOUNTED = 7
 
+# Whose scores, or for the compound one stamps, are times.
+TIMED_SCORES = (SCORE_TIMESTAMP, SCORE_NO_EVICTION, SCORE_COMPOUND)
+
 MAX_SCORE = 2**63 - 1
 
 # Which tables of a group count, for kernels to be compiled for.
