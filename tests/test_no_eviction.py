@@ -324,7 +324,7 @@ def test_c19_the_end_of_slots_is_the_end_of_growth(backend: str, monkeypatch: py
 
 def test_c19_a_host_without_memory_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make("cpu", 32)
-    monkeypatch.setattr("dynamicemb.table.memory.available_host_memory", lambda: 4000)
+    monkeypatch.setattr("dynamicemb.host_memory.available_host_memory", lambda: 4000)
     with torch.no_grad(), pytest.warns(UserWarning, match=r"beyond 32 rows \(\d+ bytes are needed and 4000 available"):
         lookup(module, range(40), [])
     assert module.tables.capacities[0] == 32

@@ -13,10 +13,11 @@ import torch
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.host_memory import require_host_memory
 from dynamicemb.table.crowding import roomy_factor, safe_load
 from dynamicemb.table.index import EVICTED, FAILED, OLDEST, Index
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
-from dynamicemb.table.memory import allocate, is_out_of_memory, require_host_memory
+from dynamicemb.table.memory import allocate, is_out_of_memory
 from dynamicemb.table.plan import taken_slots
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stats import CounterReader, occurrences_of, size_of
