@@ -14,6 +14,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from dynamicemb.errors import DynamicEmbError, InsertFailedError
 from dynamicemb.table import growth as growth_module
+from dynamicemb.table import relocation
 from dynamicemb.table.crowding import roomy_factor, safe_load
 from dynamicemb.table.index import OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
@@ -316,7 +317,7 @@ def test_c19_where_memory_allows_half_the_growth_it_is_taken(backend: str, monke
 
 def test_c19_the_end_of_slots_is_the_end_of_growth(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = make(backend, 32)
-    monkeypatch.setattr(growth_module, "MAX_GROUP_SLOTS", 64 + 31)
+    monkeypatch.setattr(relocation, "MAX_GROUP_SLOTS", 64 + 31)
     with torch.no_grad(), pytest.warns(UserWarning, match=r"beyond 32 rows \(the tables of one module have at most 95"):
         lookup(module, range(40), [])
     assert module.tables.capacities[0] == 32 and module.stats()["t0"]["failed"] == 8

@@ -19,6 +19,7 @@ from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
+from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
@@ -307,7 +308,7 @@ class TableGroup:
                     self.growth.erased(table, count, self.steps.current)
                 digests = self._slots_of(table, self.index.digests)
                 if int((digests == 1).sum()) * _REBUILD_SHARE > digests.numel():
-                    self.kernels.rebuild(self.index, table)
+                    rebuild(self.index, self.kernels, table)
         return count
 
     def assign(self, table: int, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

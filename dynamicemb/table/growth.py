@@ -1,8 +1,4 @@
-"""Tables that grow: when, how far, and the move of their index entries.
-
-A table grows by a power of two. Bucket b of n is divided among b, b + n, ...; index entries move, rows stay with their
-ids, and so do the row numbers that a step in flight has saved. Left-over rows and new ones go to the empty slots.
-"""
+"""Tables that grow: when, and how far. ``relocation`` moves their index entries."""
 
 import warnings
 from collections.abc import Callable
@@ -13,18 +9,14 @@ import torch
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.host_memory import require_host_memory
 from dynamicemb.table.crowding import roomy_factor, safe_load
-from dynamicemb.table.index import EVICTED, FAILED, OLDEST, Index
-from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
-from dynamicemb.table.memory import allocate, is_out_of_memory
+from dynamicemb.table.index import EVICTED, FAILED, Index
+from dynamicemb.table.memory import is_out_of_memory
 from dynamicemb.table.plan import taken_slots
+from dynamicemb.table.relocation import grow
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stats import CounterReader, occurrences_of, size_of
 from dynamicemb.table.steps import StepTracker
-
-# Arrays with an entry for each slot.
-_COLUMNS = ("keys", "digests", "scores", "stamps", "rows", "tags")
 
 
 @dataclass(frozen=True)
@@ -170,62 +162,6 @@ class Growth:
             UserWarning,
             stacklevel=2,
         )
-
-
-def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor: int) -> None:
-    """Multiply the buckets of a table; ids, rows, scores and tags stay, erased slots that nothing protects go.
-
-    Args:
-        index: the group's index; its arrays are replaced.
-        store: the group's rows; gets a chunk for the new ones.
-        kernels: of the device.
-        table: which table.
-        factor: a power of two.
-
-    Raises:
-        MemoryError, torch.OutOfMemoryError: nothing has changed.
-        RuntimeError: the same from torch's allocator on the CPU, see ``is_out_of_memory``.
-
-    Host sync: yes. Moves about 50 bytes of index for each slot of the group.
-    """
-    capacity = index.bucket_capacity
-    begin, end = (int(b) * capacity for b in index.bucket_offsets[table : table + 2])
-    added = (factor - 1) * (end - begin)
-    if index.num_slots + added > MAX_GROUP_SLOTS or not store.can_add(table, added):
-        raise MemoryError(f"the tables of one module have at most {MAX_GROUP_SLOTS} slots")
-    # Stamps have no entries where nothing needs them.
-    names = [name for name in _COLUMNS if getattr(index, name).numel()]
-    old = {name: getattr(index, name)[begin:end] for name in names}
-    protected = (old["digests"] == DIGEST_ERASED) & (old["tags"] >= index.clock[OLDEST])
-    kept = (old["digests"] > DIGEST_ERASED) | protected
-    if store.device.type == "cpu":
-        # Rows that no id has had yet were allocated, but the system has not given their memory.
-        unused = added + int((~kept).sum())
-        require_host_memory(unused * store.formats[table].num_bytes(store.dtype) + 2 * index.num_bytes())
-    grown = {name: _enlarged(getattr(index, name), begin, end, added) for name in names}
-    chunk = store.allocate_chunk(table, added)
-    new = {name: grown[name][begin : end + added] for name in names}
-    slots = kernels.relocate(old["keys"], old["digests"], kept, new["digests"], capacity)
-    targets = slots[kept]
-    for name in names:
-        if name != "digests":
-            new[name][targets] = old[name][kept]
-    first_row = store.next_row
-    fresh = torch.arange(first_row, first_row + added, dtype=torch.int32, device=store.device)
-    new["rows"][new["digests"] == DIGEST_EMPTY] = torch.cat([old["rows"][~kept], fresh])
-    # Only now does anything change: all memory has been found.
-    store.add_chunk(table, chunk)
-    for name, column in grown.items():
-        setattr(index, name, column)
-    index.bucket_offsets[table + 1 :] += added // capacity
-
-
-def _enlarged(column: torch.Tensor, begin: int, end: int, added: int) -> torch.Tensor:
-    """Return a copy of an array in which the entries ``begin..end`` are zero and followed by ``added`` zeros."""
-    out = allocate(column.numel() + added, column.dtype, column.device, zero=True)
-    out[:begin] = column[:begin]
-    out[end + added :] = column[end:]
-    return out
 
 
 def make_room(

@@ -2,7 +2,7 @@
 
 from dynamicemb.table.cpu.advance import advance, rebase
 from dynamicemb.table.cpu.ahead import finish_grouping, start_grouping
-from dynamicemb.table.cpu.erase import erase, rebuild
+from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_and_gather import find_and_gather
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
@@ -31,7 +31,6 @@ __all__ = [
     "pool_weights_grad",
     "read_rows",
     "rebase",
-    "rebuild",
     "relocate",
     "scan",
     "start_grouping",

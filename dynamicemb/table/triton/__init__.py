@@ -2,7 +2,7 @@
 
 from dynamicemb.table.triton.advance import advance, rebase
 from dynamicemb.table.triton.ahead import finish_grouping, start_grouping
-from dynamicemb.table.triton.erase import erase, rebuild
+from dynamicemb.table.triton.erase import erase
 from dynamicemb.table.triton.find import find
 from dynamicemb.table.triton.find_and_gather import find_and_gather
 from dynamicemb.table.triton.find_or_insert import find_or_insert
@@ -29,7 +29,6 @@ __all__ = [
     "pool_weights_grad",
     "read_rows",
     "rebase",
-    "rebuild",
     "relocate",
     "scan",
     "start_grouping",
