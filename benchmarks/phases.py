@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.cases import Case
 
 _LAUNCHERS = ("open_batch", "find", "pool", "gather", "update")
-# ``finish_grouping`` is the wait for the grouping that runs beside gather or pool.
-_DEVICE_LAUNCHERS = ("open_batch", "find", "find_or_insert", "pool", "gather", "finish_grouping", "update")
+_DEVICE_LAUNCHERS = ("open_batch", "find", "find_and_gather", "find_or_insert", "pool", "gather", "update")
 # About 5 ms of an H200: longer than the host needs to launch a step.
 _SLEEP_CYCLES = 10_000_000
 # Functions outside of ``group.kernels``: phase -> where the caller looks the name up.
@@ -32,6 +31,14 @@ _INSIDE = {
     "initialize": ("dynamicemb.table.cpu.find_or_insert", "initialize"),
     "group": ("dynamicemb.table.cpu.update", "group_by_row"),
     "check": ("dynamicemb.embedding.module", "check_batch"),
+}
+_DEVICE_INSIDE = {
+    "find": ("dynamicemb.table.triton.find_or_insert", "find_and_list"),
+    "elect": ("dynamicemb.table.triton.find_or_insert", "elect"),
+    "insert": ("dynamicemb.table.triton.find_or_insert", "insert"),
+    "initialize": ("dynamicemb.table.triton.find_or_insert", "initialize_leaders"),
+    "settle": ("dynamicemb.table.triton.find_or_insert", "settle"),
+    "group": ("dynamicemb.table.triton.update", "group_by_row"),
 }
 
 
@@ -101,7 +108,7 @@ def _device_phases(engine: Engine, sample: list[Batch]) -> list[dict[str, float]
         if engine.prepare is not None:
             engine.prepare(engine, batch)
         recorder = _EventRecorder()
-        with _wrapped(engine.module.tables, recorder.wrap, _DEVICE_LAUNCHERS, {}):
+        with _wrapped(engine.module.tables, recorder.wrap, _DEVICE_LAUNCHERS, _DEVICE_INSIDE):
             torch.cuda._sleep(_SLEEP_CYCLES)
             recorder.wrap("total", engine.step)(batch)
         rows.append(recorder.seconds())
@@ -109,10 +116,12 @@ def _device_phases(engine: Engine, sample: list[Batch]) -> list[dict[str, float]
 
 
 class _EventRecorder:
-    """Puts a pair of events around wrapped functions."""
+    """Puts a pair of events around wrapped functions; time in an inner phase is not counted in the outer."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        # Of each call: its phase, that of the call around it, and its events.
+        self._calls: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._around = [""]
 
     def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, timed."""
@@ -121,11 +130,13 @@ class _EventRecorder:
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
+            self._around.append(phase)
             try:
                 return function(*args, **kwargs)
             finally:
                 end.record()
-                self._pairs.append((phase, begin, end))
+                self._around.pop()
+                self._calls.append((phase, self._around[-1], begin, end))
 
         return timed
 
@@ -133,10 +144,16 @@ class _EventRecorder:
         """Wait for the device and return the sum of each phase, ``other`` and ``total`` last."""
         torch.cuda.synchronize()
         sums: dict[str, float] = defaultdict(float)
-        for phase, begin, end in self._pairs:
-            sums[phase] += begin.elapsed_time(end) / 1e3
-        total = sums.pop("total")
-        return {**sums, "other": total - sum(sums.values()), "total": total}
+        total = 0.0
+        for phase, around, begin, end in self._calls:
+            seconds = begin.elapsed_time(end) / 1e3
+            sums[phase] += seconds
+            sums[around] -= seconds
+            total += seconds if phase == "total" else 0.0
+        # What is left of the whole, and of what is around it, is nobody's.
+        other = sums.pop("total")
+        sums.pop("", None)
+        return {**sums, "other": other, "total": total}
 
 
 @contextlib.contextmanager

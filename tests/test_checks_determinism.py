@@ -7,6 +7,7 @@ import torch
 
 from dynamicemb import DynamicEmbScoreStrategy
 from dynamicemb.dynamicemb_config import is_deterministic
+from dynamicemb.table.index import CLOCK_SIZE
 from tests.lookups import MEAN, bag_per_id, make_module, options, snapshot
 from tests.tables import device_of
 
@@ -73,7 +74,7 @@ def train(strategy: DynamicEmbScoreStrategy, optimizer: str) -> list[torch.Tenso
 @pytest.mark.parametrize("strategy", [DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.LFU])
 def test_c16_runs_repeat_bit_for_bit_on_a_gpu(strategy, optimizer: str, deterministic: str) -> None:
     first, second = (train(strategy, optimizer) for _ in range(2))
-    clock = [i for i, tensor in enumerate(first) if tensor.dtype == torch.int64 and tensor.numel() == 4]
+    clock = [i for i, tensor in enumerate(first) if tensor.dtype == torch.int64 and tensor.numel() == CLOCK_SIZE]
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         # The clock holds the time of day.
         assert number in clock or torch.equal(one, other)

@@ -109,44 +109,6 @@ def test_a_captured_step_equals_eager(optimizer: str, grouped_ahead: bool) -> No
     assert captured.stats()["a"]["evicted"] == eager.stats()["a"]["evicted"] > 0
 
 
-def test_grouping_ahead_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        tables = []
-        for fewest in (1, 10**9):
-            monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", fewest)
-            module = make("adam", DynamicEmbPoolingMode.MEAN)
-            waiting = []
-            for number, ids in enumerate(batches(40)):
-                output = module(ids, OFFSETS.cuda())
-                waiting.append(output)
-                if number % 7 == 3:
-                    # Rows that change hands between forward and backward are grouped anew.
-                    module.erase("a", ids[:50])
-                if number % 3:
-                    output = waiting.pop(0)
-                    output.backward(torch.full_like(output, 0.5))
-                if number % 11 == 5:
-                    waiting.clear()
-            tables.append([module.export_keys_values(table, "cpu") for table in ("a", "b")])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for (ids, rows), (other_ids, other_rows) in zip(*tables, strict=True):
-        assert torch.equal(ids, other_ids) and torch.equal(rows, other_rows)
-
-
-def test_grouping_ahead_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", NUM_IDS)
-    calls = []
-    module = make("sgd", DynamicEmbPoolingMode.SUM)
-    update = module.tables.update
-    monkeypatch.setattr(module.tables, "update", lambda *args: (calls.append(args[3] is not None), update(*args)))
-    step(module, batches(1)[0], OFFSETS.cuda())
-    monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", NUM_IDS + 1)
-    step(module, batches(1)[0], OFFSETS.cuda())
-    assert calls == [True, False]
-
-
 def test_c04_ids_on_the_cpu_are_an_error() -> None:
     module = make("sgd", DynamicEmbPoolingMode.SUM)
     with pytest.raises(ValueError, match="indices is on cpu"):

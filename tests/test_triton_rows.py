@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from dynamicemb.table import cpu
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import CLAMPED, MOVED, Index
 from dynamicemb.table.initializers import InitializerTable
-from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
+from dynamicemb.table.layout import DIGEST_ERASED, POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
 from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import SCORE_STEP
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
@@ -276,9 +277,32 @@ def test_c11_find_and_gather_equals_find_then_gather(kernels, device, dim, dtype
     mine, own, here = copy_index(index, device), copy_store(store, device), to_device(lookup, device)
     for output_dtype in DTYPES:
         expected = cpu.gather(store, lookup.rows, lookup.table_ranges, missing_values, output_dtype)
-        out = kernels.find_and_gather(mine, own, here.ids, here.table_ranges, missing_values.to(device), output_dtype)
+        out = kernels.find_and_gather(
+            mine, own, here.ids, here.offsets, here.layout, missing_values.to(device), output_dtype
+        )
         assert torch.equal(out.cpu(), expected)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(mine.tensors(), index.tensors(), strict=True))
+
+
+def test_rows_that_have_moved_are_found(kernels, device):
+    # With one group of slots to a bucket, ids move into erased slots before them.
+    index, store = make_tables([4] * 3, torch.float32, bucket_capacity=16)
+    lookup = asked(index, make_lookup(store, [1, 2, 1], BATCH_SIZE + 20, POOLING_NONE))
+    here, missing_values = to_device(lookup, device), torch.zeros(3)
+    expected = cpu.gather(store, lookup.rows, lookup.table_ranges, missing_values, torch.float32)
+    assert not index.clock[MOVED]
+    rows = index.rows.clone()
+    # Nothing protects the erased slots any more.
+    cpu.advance(index, 0)
+    for table in range(3):
+        rebuild(index, cpu, table)
+    assert bool((index.rows != rows)[index.digests > DIGEST_ERASED].any())
+    mine, own = copy_index(index, device), copy_store(store, device)
+    out = kernels.find_and_gather(
+        mine, own, here.ids, here.offsets, here.layout, missing_values.to(device), torch.float32
+    )
+    assert torch.equal(out.cpu(), expected)
+    assert torch.equal(kernels.find(mine, here.ids, here.table_ranges, False).cpu(), lookup.rows)
 
 
 @pytest.mark.parametrize("num", [0, 1, 63, 100])
@@ -288,9 +312,44 @@ def test_c03_find_and_gather_takes_any_number_and_bucket(kernels, device, num, b
     ids, ranges = torch.randint(-40, 40, (num,)), torch.tensor([0, num // 3, num])
     missing_values = torch.tensor([3.0, 4.0])
     expected = cpu.gather(store, cpu.find(index, ids, ranges, False), ranges, missing_values, torch.float32)
-    arguments = [x.to(device) for x in (ids, ranges, missing_values)]
-    out = kernels.find_and_gather(copy_index(index, device), copy_store(store, device), *arguments, torch.float32)
+    ids, offsets, missing_values = (x.to(device) for x in (ids, ranges, missing_values))
+    layout = FeatureLayout(*(torch.tensor(x, device=device) for x in ([0, 1], [0], [0, 1, 2])), 1, POOLING_NONE, 0)
+    out = kernels.find_and_gather(
+        copy_index(index, device), copy_store(store, device), ids, offsets, layout, missing_values, torch.float32
+    )
     assert torch.equal(out.cpu(), expected)
+
+
+def test_c04_an_evaluation_makes_illegal_offsets_safe_and_counts_them(kernels, device):
+    index, store = make_tables([4] * 3, torch.float32)
+    # What open_batch does with them is tested against Python; four features, two of them of table 1.
+    layout = FeatureLayout(
+        *(torch.tensor(x, device=device) for x in ([0, 1, 1, 2], [0], [0, 1, 3, 4])), 8, POOLING_NONE, 0
+    )
+    missing_values = torch.tensor([3.0, 4.0, 5.0], device=device)
+    counted = 0
+    for seed in range(40 if device.type == "cuda" else 6):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, 8, (32,), generator=generator) * (seed != 1)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        num = int(offsets[-1])
+        wild = torch.tensor([-1, num + 1, -(2**62), 2**62, num // 2, 0, num, num // 3])
+        if seed % 2:
+            # Table 2 begins a little before table 1 does.
+            offsets[8], offsets[24] = num // 2 + 3, num // 2 - 3
+        else:
+            offsets[torch.randint(0, 33, (1 + seed % 8,), generator=generator)] = wild[: 1 + seed % 8]
+        # The same step by step; each of the two counts for itself.
+        both = [copy_index(index, device) for _ in range(2)]
+        own, ids = copy_store(store, device), torch.randint(-40, 40, (num,), generator=generator).to(device)
+        opened = kernels.open_batch(both[0], offsets.to(device), layout, num)
+        rows = kernels.find(both[0], ids, opened.table_ranges, False)
+        expected = kernels.gather(own, rows, opened.table_ranges, missing_values, torch.float32)
+        out = kernels.find_and_gather(both[1], own, ids, offsets.to(device), layout, missing_values, torch.float32)
+        assert torch.equal(out, expected)
+        assert torch.equal(both[0].counters, both[1].counters)
+        counted += int((both[1].counters[:, CLAMPED] > 0).sum())
+    assert counted >= 10
 
 
 @pytest.mark.parametrize("dims", [[dim, dim] for dim in DIMS] + [[5, 64], [1, 257]])

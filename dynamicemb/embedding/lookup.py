@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from dynamicemb.embedding.phases import phase
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
+from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.steps import Step
 
@@ -29,13 +29,11 @@ class TrainingStep:
         owner: holds the optimizer settings.
         step: protects the rows until backward has run.
         epoch: ``group.epoch`` at forward.
-        groups: the occurrences by row, if they are grouped ahead of backward.
     """
 
     owner: OptimizerOwner
     step: Step
     epoch: int
-    groups: Any
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,12 @@ def read_rows(group: TableGroup, lookup: Lookup, reading: Reading) -> torch.Tens
 
 
 def find_and_read_rows(
-    group: TableGroup, ids: torch.Tensor, table_ranges: torch.Tensor, reading: Reading
+    group: TableGroup, ids: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout, reading: Reading
 ) -> torch.Tensor:
-    """Return what ``read_rows`` returns for ids ``[N]`` without pooling, ``[N, D]``; changes nothing."""
+    """Return what ``read_rows`` returns for ids ``[N]`` without pooling, ``[N, D]``, of a lookup not yet opened."""
     missing, dtype = reading.missing_values, reading.dtype
     with phase("find_and_read"):
-        return group.kernels.find_and_gather(group.index, group.store, ids, table_ranges, missing, dtype)
+        return group.kernels.find_and_gather(group.index, group.store, ids, offsets, layout, missing, dtype)
 
 
 class LookupFunction(torch.autograd.Function):
@@ -115,7 +113,6 @@ class LookupFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Train the rows; returns the gradient of the pooling weights if wanted."""
         group, training = ctx.group, ctx.training
-        groups = None if training is None else training.groups
         ids, *weights = ctx.saved_tensors
         rows, table_ranges, offsets = ctx.rows, ctx.table_ranges, ctx.offsets
         lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
@@ -127,14 +124,14 @@ class LookupFunction(torch.autograd.Function):
                 if training is None:
                     lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))
                 elif training.epoch != group.epoch or training.step.finished:
-                    lookup, groups = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows)), None
+                    lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
                 if ctx.needs_input_grad[1]:
                     weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, offsets, ctx.layout, grad)
                     if training is None:
                         _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
                     weights_grad = weights_grad.to(ctx.weights_dtype)
                 if training is not None and ctx.needs_input_grad[0]:
-                    group.update(training.owner.optimizer_spec, lookup, grad, groups)
+                    group.update(training.owner.optimizer_spec, lookup, grad)
         finally:
             # Also when it failed: the exception may keep this graph alive.
             if training is not None:

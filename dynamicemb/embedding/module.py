@@ -332,9 +332,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group, weights = self._group, batch.per_sample_weights
         with group.lock:
-            opened = group.open_batch(batch.offsets, layout, batch.ids.numel())
             if self.pooling_mode is DynamicEmbPoolingMode.NONE:
-                return find_and_read_rows(group, batch.ids, opened.table_ranges, self._eval_reading)
+                return find_and_read_rows(group, batch.ids, batch.offsets, layout, self._eval_reading)
+            opened = group.open_batch(batch.offsets, layout, batch.ids.numel())
             with phase("find"):
                 rows = group.find(batch.ids, opened.table_ranges)
             lookup = _lookup(batch, layout, opened, rows)
@@ -354,14 +354,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                     rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)
                 self.insert_checks.after_insert()
                 lookup = _lookup(batch, layout, opened, rows)
-                groups = group.kernels.start_grouping(group.store, lookup) if torch.is_grad_enabled() else None
-                try:
-                    training = TrainingStep(self, step, group.epoch, groups)
-                    output: torch.Tensor = LookupFunction.apply(
-                        self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
-                    )
-                finally:
-                    group.kernels.finish_grouping(groups)
+                training = TrainingStep(self, step, group.epoch)
+                output: torch.Tensor = LookupFunction.apply(
+                    self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
+                )
             except BaseException:
                 # The exception's traceback may live long, and with it the step.
                 step.finish()

@@ -250,18 +250,17 @@ class TableGroup:
         self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
         return torch.where(gone, -1, rows)
 
-    def update(self, spec: OptimizerSpec, lookup: Lookup, grad: torch.Tensor, groups: Any = None) -> None:
+    def update(self, spec: OptimizerSpec, lookup: Lookup, grad: torch.Tensor) -> None:
         """Apply one optimizer step to the rows of a lookup.
 
         Args:
             spec: the optimizer; its learning rate is that of ``self.learning_rate``.
             lookup: occurrences whose rows still belong to their ids, or are -1.
             grad: gradient of the lookup's output.
-            groups: of ``kernels.start_grouping`` for the same rows, or None.
         """
         clock = self.index.clock
         keys = self.initializers.keys
-        self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, keys, groups)
+        self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, keys)
 
     # Contents
 

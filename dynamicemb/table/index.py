@@ -16,7 +16,8 @@ STEP = 0  # step number, the tag of everything this step touches
 OLDEST = 1  # oldest step whose ids are protected
 NOW = 2  # timestamp of the step, Unix nanoseconds
 UPDATES = 3  # optimizer applications so far
-CLOCK_SIZE = 4
+MOVED = 4  # not 0: entries have moved, and slot i of a table need no longer own the table's row i
+CLOCK_SIZE = 5
 
 # Columns of ``Index.counters``.
 HITS = 0
@@ -181,6 +182,10 @@ class Index:
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in field order, as the ops take them."""
         return [getattr(self, f.name) for f in fields(self) if f.name not in _NUMBERS]
+
+    def entries_moved(self) -> None:
+        """Note that rows are to be read from ``rows`` from now on; kernels spare themselves that until then."""
+        self.clock[MOVED] = 1
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""

@@ -55,6 +55,7 @@ def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor:
     for name, column in grown.items():
         setattr(index, name, column)
     index.bucket_offsets[table + 1 :] += added // index.bucket_capacity
+    index.entries_moved()
 
 
 def rebuild(index: Index, kernels: ModuleType, table: int) -> None:
@@ -70,6 +71,7 @@ def rebuild(index: Index, kernels: ModuleType, table: int) -> None:
     _move(index, kernels, (begin, end), kept, new, torch.empty(0, dtype=torch.int32, device=kept.device))
     for name, column in new.items():
         getattr(index, name)[begin:end] = column
+    index.entries_moved()
 
 
 def _slots_of(index: Index, table: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Kernels in numba, for tables on the CPU."""
 
 from dynamicemb.table.cpu.advance import advance, rebase
-from dynamicemb.table.cpu.ahead import finish_grouping, start_grouping
 from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_and_gather import find_and_gather
@@ -22,7 +21,6 @@ __all__ = [
     "find",
     "find_and_gather",
     "find_or_insert",
-    "finish_grouping",
     "gather",
     "initialize",
     "insert",
@@ -33,7 +31,6 @@ __all__ = [
     "rebase",
     "relocate",
     "scan",
-    "start_grouping",
     "update",
     "write_rows",
 ]

@@ -65,7 +65,6 @@ def update(
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
-    groups: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Apply one optimizer step to every row of a lookup, in place.
 
@@ -82,12 +81,11 @@ def update(
             of stochastic rounding.
         learning_rate: f32 ``[1]``, used in place of the spec's.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
-        groups: ``group_by_row(lookup.rows)`` if known.
 
     Host sync: none (CPU). Bytes moved: 2 U * row size + N * D * gradient size + 40 N.
     """
     clock.numpy()[UPDATES] += 1
-    groups = group_by_row(lookup.rows) if groups is None else groups
+    groups = group_by_row(lookup.rows)
     if groups[0].numel():
         _launch(lookup.rows, store, (spec, clock, learning_rate, table_keys), lookup, grad, groups)
 

@@ -1,7 +1,6 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
 from dynamicemb.table.triton.advance import advance, rebase
-from dynamicemb.table.triton.ahead import finish_grouping, start_grouping
 from dynamicemb.table.triton.erase import erase
 from dynamicemb.table.triton.find import find
 from dynamicemb.table.triton.find_and_gather import find_and_gather
@@ -21,7 +20,6 @@ __all__ = [
     "find",
     "find_and_gather",
     "find_or_insert",
-    "finish_grouping",
     "gather",
     "initialize",
     "open_batch",
@@ -31,7 +29,6 @@ __all__ = [
     "rebase",
     "relocate",
     "scan",
-    "start_grouping",
     "update",
     "write_rows",
 ]

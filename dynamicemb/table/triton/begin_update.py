@@ -51,13 +51,13 @@ class Scratch:
     scales: Any
 
     @classmethod
-    def allocate(cls, lookup: Lookup, block_dim: int, with_groups: bool) -> "Scratch":
-        """Allocate for a lookup; ``with_groups`` says whether its occurrences are still to be grouped."""
+    def allocate(cls, lookup: Lookup, block_dim: int) -> "Scratch":
+        """Allocate for a lookup."""
         num = lookup.rows.numel()
         pooling = lookup.layout.pooling
         pooled = pooling != POOLING_NONE
         scaled = pooled and (pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
-        num_words = 3 * (num + most_long_segments(num)) if with_groups else 0
+        num_words = 3 * (num + most_long_segments(num))
         num_ordered = num if num <= MOST_RANKED else 0
         num_partials = 2 * most_long_segments(num) * block_dim
         begins = [0]

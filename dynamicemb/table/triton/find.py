@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import CLAMPED, HITS, MISSES, NOW, NUM_COUNTERS, STEP, Index
+from dynamicemb.table.index import CLAMPED, HITS, MISSES, MOVED, NOW, NUM_COUNTERS, STEP, Index
 from dynamicemb.table.scores import COUNT_ALL, COUNT_NONE, COUNT_SOME, SCORE_LFU, SCORE_NO_EVICTION, keeping
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
@@ -29,6 +29,7 @@ _COUNT_NONE = tl.constexpr(COUNT_NONE)
 _COUNT_SOME = tl.constexpr(COUNT_SOME)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
 _SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
+_MOVED = tl.constexpr(MOVED)
 
 
 def find(
@@ -157,6 +158,22 @@ def slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, pending, BUC
 
 
 @triton.jit
+def rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET: tl.constexpr):
+    """Return the rows (int32) of slots that were hit, -1 for other lanes.
+
+    While no entry has moved, slot i of a table owns its row i, and nothing is read at random.
+    """
+    row = tl.full(slot.shape, -1, tl.int32)
+    if tl.load(clock_ptr + _MOVED) == 0:
+        first_slot = tl.load(bucket_offsets_ptr + table) * BUCKET
+        first_row = tl.load(rows_ptr + first_slot, mask=hit, other=0)
+        row = tl.where(hit, first_row + (slot - first_slot).to(tl.int32), -1)
+    else:
+        row = tl.load(rows_ptr + slot, mask=hit, other=-1)
+    return row
+
+
+@triton.jit
 def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, replaces, COUNTING: tl.constexpr):
     """Tag the slots that were hit with the step, and give them the score or, where it counts, add the amount to theirs.
 
@@ -225,7 +242,7 @@ def _find_kernel(
     if SLOTS:
         row = slot.to(tl.int32)
     else:
-        row = tl.load(rows_ptr + slot, mask=hit, other=-1)
+        row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET)
     amount = tl.full([BLOCK], 1, tl.int64)
     if (COUNTING != _COUNT_NONE) & HAS_FREQUENCIES:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))

@@ -281,6 +281,9 @@ def _fill_weights(
             call.to(tl.uint32)[None, :] + zero, zero,
         )  # fmt: skip
         column = (first_call * 4 + tl.arange(0, CALLS * 4))[None, :]
+        # Outside of the branches: inside them, Triton 3.6 fails to compile some shapes (two calls, all modes).
+        has_weight = column < dim
+        written = column < padded_dim
         for m in tl.static_range(5):
             if (MODES >> m) & 1:
                 mine = wanted & (mode == m)
@@ -289,8 +292,8 @@ def _fill_weights(
                         x0, x1, x2, x3, ids[:, None], tl.load(params), tl.load(params + 1), tl.load(params + 2),
                         tl.load(params + 3), tl.load(params + 4), tl.load(params + 5), m, MODULUS,
                     )  # fmt: skip
-                    values = _round(tl.where(column < dim, values, 0.0), ELEMENT)
-                    tl.store(weights_ptr + column, values, mask=mine[:, None] & (column < padded_dim))
+                    values = _round(tl.where(has_weight, values, 0.0), ELEMENT)
+                    tl.store(weights_ptr + column, values, mask=mine[:, None] & written)
 
 
 @triton.jit

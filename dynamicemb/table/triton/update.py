@@ -38,7 +38,6 @@ def update(
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
-    groups: Groups | None = None,
 ) -> None:
     """Apply one optimizer step to every row of a lookup, in place; what it computes is in the CPU twin.
 
@@ -55,7 +54,6 @@ def update(
             of stochastic rounding. Read on the device.
         learning_rate: f32 ``[1]``, read on the device.
         table_keys: i64 ``[T]``, random keys of the tables; needed for stochastic rounding of fp16 and bf16 weights.
-        groups: ``group_by_row(store, lookup)`` if known.
 
     Raises:
         ValueError: stochastic rounding without ``table_keys``.
@@ -68,14 +66,14 @@ def update(
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
     shape = row_shape(store)
     num = lookup.rows.numel()
-    few = groups is None and num <= MOST_RANKED
-    scratch = Scratch.allocate(lookup, shape.block_dim, groups is None)
+    few = num <= MOST_RANKED
+    scratch = Scratch.allocate(lookup, shape.block_dim)
     begin_update(store, lookup, clock, scratch, few)
     if num == 0:
         return
     if few:
         groups = Groups(scratch.order, scratch.counts, scratch.words, most_long_segments(num))
-    elif groups is None:
+    else:
         groups = group_by_row(store, lookup, scratch.counts, scratch.words)
     num_windows = most_long_segments(num)
     common = (
