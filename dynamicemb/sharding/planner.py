@@ -235,7 +235,7 @@ def _sendable(error: Exception) -> Exception:
 
 def memory_report(memory: dict[str, TableMemory]) -> str:
     """Return a table of what the dynamic tables take on one rank, in MiB."""
-    columns = ("index", "score", "row", "state", "scratch")
+    columns = ("index", "score", "row", "state", "scratch", "growth")
     lines = [f"{'dynamic table':<32}{'slots':>14}" + "".join(f"{c:>12}" for c in (*columns, "HBM", "host")) + "  MiB"]
     for table in memory.values():
         sizes = [*(getattr(table, f"{column}_bytes") for column in columns), table.hbm_bytes, table.host_bytes]

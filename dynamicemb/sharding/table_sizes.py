@@ -2,12 +2,13 @@
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dynamicemb.capacity import MAX_GROUP_SLOTS, growing_bucket_layout
+from dynamicemb.capacity import DEFAULT_BUCKET_CAPACITY, MAX_GROUP_SLOTS, growing_bucket_layout
 from dynamicemb.dynamicemb_config import (
     DEFAULT_INDEX_TYPE,
     MAX_DIM,
@@ -24,6 +25,8 @@ from dynamicemb.table.ownership import check_routing
 
 # A compound strategy has a second score column.
 SCORE_BYTES = 8
+# What the last doubling takes per slot beside a copy of the index: positions of entries, 8 bytes each, and the like.
+GROWTH_BYTES_PER_SLOT = 20
 # What a step takes per occurrence beside inputs, outputs and gradients: on the CPU id, row, list link, grouping order
 # and key; on a GPU 64 at the peak of a sequence step (measured), and a reserve for pooling and sums of hot rows.
 SCRATCH_BYTES_PER_OCCURRENCE = {"cpu": 8 + 4 + 4 + 8 + 4, "cuda": 80}
@@ -41,6 +44,7 @@ class TableMemory:
         row_bytes: weights, with the padding of a row.
         state_bytes: optimizer state.
         scratch_bytes: per-step memory for one batch of the expected size.
+        growth_bytes: what the table takes, beside the new slots, while it or another one of its module grows.
         hbm_bytes: the part of all this in GPU memory.
         host_bytes: the rest.
     """
@@ -52,6 +56,7 @@ class TableMemory:
     row_bytes: int
     state_bytes: int
     scratch_bytes: int
+    growth_bytes: int
     hbm_bytes: int
     host_bytes: int
 
@@ -109,15 +114,23 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
 def slots_on_rank(config: Any, options: DynamicEmbTableOptions, world_size: int) -> tuple[int, int, int]:
     """Return the slots of one rank's share of a table at first, those that are planned for, and those of a bucket.
 
-    A table without a limit (NO_EVICTION) is planned for ``num_embeddings`` rows, but may begin with more, and go on.
+    A table without a limit (NO_EVICTION) is planned for the slots that ``num_embeddings`` ids want at its load factor.
+    It may begin with more, and go on.
     """
-    rows = -(-config.num_embeddings // world_size)
-    init = options.init_capacity or rows
+    rows, bucket_capacity = -(-config.num_embeddings // world_size), options.bucket_capacity
     if _grows_without_limit(options):
-        rows = max(init, rows)
-    init, most, bucket = growing_bucket_layout(min(init, rows), rows, options.bucket_capacity)
+        bucket_capacity = bucket_capacity or DEFAULT_BUCKET_CAPACITY
+        rows = max(math.ceil(rows / options.max_load_factor), options.init_capacity or 0)
+    init = min(options.init_capacity or rows, rows)
+    init, most, bucket = growing_bucket_layout(init, rows, bucket_capacity, world_size)
     assert most is not None
     return init * bucket, most * bucket, bucket
+
+
+def grows(config: Any, options: DynamicEmbTableOptions, world_size: int) -> bool:
+    """Return whether a table may become larger than it is at first, as far as it is planned for."""
+    init, most, _ = slots_on_rank(config, options, world_size)
+    return init < most or _grows_without_limit(options)
 
 
 def _grows_without_limit(options: DynamicEmbTableOptions) -> bool:
@@ -141,7 +154,13 @@ def _check_config(config: Any) -> None:
 
 
 def table_memory(
-    name: str, options: DynamicEmbTableOptions, optimizer: Any, occurrences: float, device_type: str, slots: int
+    name: str,
+    options: DynamicEmbTableOptions,
+    optimizer: Any,
+    occurrences: float,
+    device_type: str,
+    slots: int,
+    grows: bool = False,
 ) -> TableMemory:
     """Return the bytes of a table on one rank.
 
@@ -152,6 +171,7 @@ def table_memory(
         occurrences: expected occurrences of the table's ids per step that reach a rank.
         device_type: "cpu" or "cuda"; all memory of a table is that of its device, until rows can be in host memory.
         slots: those that are planned for, as `slots_on_rank` returns them.
+        grows: whether this table grows, or another one of its module.
     """
     dim, dtype = options.dim, options.embedding_dtype
     assert dim is not None and dtype is not None
@@ -162,6 +182,8 @@ def table_memory(
     index = slots * (INDEX_BYTES_PER_SLOT - SCORE_BYTES)
     scores = slots * SCORE_BYTES * num_scores
     scratch = int(occurrences * SCRATCH_BYTES_PER_OCCURRENCE[device_type])
-    total = index + scores + rows + state + scratch
+    # Growth copies the index of the whole module.
+    growth = index + scores + slots * GROWTH_BYTES_PER_SLOT if grows else 0
+    total = index + scores + rows + state + scratch + growth
     hbm = 0 if device_type == "cpu" else total
-    return TableMemory(name, slots, index, scores, rows, state, scratch, hbm, total - hbm)
+    return TableMemory(name, slots, index, scores, rows, state, scratch, growth, hbm, total - hbm)

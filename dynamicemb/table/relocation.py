@@ -118,6 +118,8 @@ def _move(
     for name in new:
         if name != "digests":
             new[name].index_copy_(0, targets, old[name].index_select(0, positions))
+    # Tables are large: what is not needed any more goes first.
+    del positions, targets
     # Without growth as many slots of every bucket are empty as rows are left over, so the two lists run in parallel.
     empty = (new["digests"] == DIGEST_EMPTY).nonzero().flatten()
     new["rows"].index_copy_(0, empty, torch.cat([old["rows"].index_select(0, (~kept).nonzero().flatten()), fresh]))
