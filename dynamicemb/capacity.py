@@ -224,7 +224,7 @@ def get_table_value_bytes(
     embedding_config: EmbeddingConfig,
     optimizer_type: Any,
     world_size: int,
-    bucket_capacity: int | None = DEFAULT_BUCKET_CAPACITY,
+    bucket_capacity: int | None = None,
 ) -> int:
     """Return the nominal bytes of a table's values on all ranks: element size x (D + state) x capacity.
 
