@@ -1,5 +1,7 @@
 """A training step on a GPU: no host synchronisation, and capturable in a CUDA graph."""
 
+import sys
+
 import pytest
 import torch
 
@@ -40,17 +42,18 @@ def step(module: BatchedDynamicEmbeddingTablesV2, ids: torch.Tensor, offsets: to
     return output.detach()
 
 
-@pytest.fixture(params=[False, True], ids=["", "grouped-ahead"])
-def grouped_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Let lookups of any size be grouped beside the forward, or none of these small ones."""
-    if request.param:
-        monkeypatch.setattr("dynamicemb.table.triton.ahead.FEWEST_IDS", 1)
+@pytest.fixture(params=["ranked", "sorted"])
+def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Group these small batches as small ones are, or by torch's sort as large ones are."""
+    if request.param == "sorted":
+        # The launcher has the name of its module, so a dotted path would find the launcher.
+        monkeypatch.setattr(sys.modules["dynamicemb.table.triton.update"], "MOST_RANKED", 0)
     return request.param
 
 
 @pytest.mark.parametrize("pooling", list(DynamicEmbPoolingMode))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_never_waits_for_the_device(optimizer: str, pooling: DynamicEmbPoolingMode, grouped_ahead: bool) -> None:
+def test_a_step_never_waits_for_the_device(optimizer: str, pooling: DynamicEmbPoolingMode, grouping: str) -> None:
     module, offsets = make(optimizer, pooling), OFFSETS.cuda()
     sample = batches(6)
     # Compile first; the batches evict.
@@ -81,7 +84,7 @@ def test_the_first_step_of_a_module_never_waits_either() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_captured_step_equals_eager(optimizer: str, grouped_ahead: bool) -> None:
+def test_a_captured_step_equals_eager(optimizer: str, grouping: str) -> None:
     eager, captured = (make(optimizer, DynamicEmbPoolingMode.SUM) for _ in range(2))
     offsets, sample = OFFSETS.cuda(), batches(8)
     static = sample[0].clone()

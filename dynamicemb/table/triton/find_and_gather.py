@@ -17,12 +17,12 @@ from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
 from dynamicemb.table.triton.open_batch import count_wrong
 from dynamicemb.table.triton.rows import TRITON_DTYPES, pick, row_addresses, row_shape
 
-# Ids of a program: one for each lane of its warp. Rows in flight, in bytes: 8 rows of 128 floats. On an H200, 16 and 64
-# ids and 16 rows take longer, and shuffling addresses to the lanes takes as long as shared memory does.
+# Ids of a program: one for each lane of its warp. Rows in flight, in bytes: 4 rows of 128 floats. On an H200, 16 and 64
+# ids and 16 rows take longer, 8 rows too where rows are short, and shuffling addresses to the lanes takes as long as shared memory does.
 _BLOCK = 32
-_TILE_BYTES = 4096
+_TILE_BYTES = 2048
 # Boundaries of a program that looks for illegal ones.
-_CHECKED = 256
+_CHECKED = 128
 
 
 def find_and_gather(
@@ -69,7 +69,8 @@ def find_and_gather(
         "ROW_BYTES": shape.row_bytes,
         "WEIGHT": shape.weight,
         "OUTPUT": TRITON_DTYPES[output_dtype],
-        "TABLES": padded_tables(store.num_tables + 1),
+        # With 16, fewer than a warp has lanes, the kernel takes a quarter more registers.
+        "TABLES": max(32, padded_tables(store.num_tables + 1)),
         "BLOCK": _BLOCK,
         "TILE": tile,
         "CHECKED": _CHECKED,
@@ -135,12 +136,13 @@ def _find_and_gather_kernel(
     CHECKED: tl.constexpr,
 ):
     if tl.program_id(0) < num_checks:
-        t = tl.arange(0, TABLES)
-        first_bag = tl.load(table_features_ptr + t, mask=t <= num_tables, other=0) * batch_size
         k = tl.program_id(0) * CHECKED + tl.arange(0, CHECKED)
         inside = k < num_offsets
         value = tl.load(offsets_ptr + k, mask=inside, other=0)
-        count_wrong(offsets_ptr, k, value, inside, num_offsets, num_ids, first_bag, num_tables, counters_ptr, TABLES)
+        count_wrong(
+            offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
+            counters_ptr,
+        )  # fmt: skip
     else:
         _find_and_copy(
             keys_ptr, digests_ptr, slot_rows_ptr, bucket_offsets_ptr, clock_ptr, ids_ptr, offsets_ptr,

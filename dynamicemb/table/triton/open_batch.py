@@ -88,19 +88,17 @@ def _maximum(a, b):
 
 @triton.jit
 def count_wrong(
-    offsets_ptr, k, value, inside, num_offsets, num_ids, first_bag, num_tables, counters_ptr, TABLES: tl.constexpr
+    offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables, counters_ptr
 ):  # fmt: skip
-    """Count the illegal ones among boundaries ``k``, which have these values, for their tables.
-
-    ``first_bag`` i64 ``[TABLES]`` is the first boundary of each table, and 0 from T + 1 on.
-    """
+    """Count the illegal ones among boundaries ``k``, which have these values, for their tables."""
     before = tl.load(offsets_ptr + k - 1, mask=inside & (k > 0), other=0)
     wrong = (value < before) | (value < 0) | (value > num_ids) | ((k == 0) & (value != 0))
     wrong = inside & (wrong | ((k == num_offsets - 1) & (value != num_ids)))
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        t = tl.arange(0, TABLES)
-        reached = (k[:, None] >= first_bag[None, :]) & ((t > 0) & (t < num_tables))[None, :]
-        table = tl.sum(reached.to(tl.int32), 1)
+        # One table at a time: what happens seldom must not take registers from what happens always.
+        table = tl.zeros(k.shape, tl.int32)
+        for t in range(1, num_tables):
+            table += (k >= tl.load(table_features_ptr + t) * batch_size).to(tl.int32)
         count_by_table(counters_ptr + _CLAMPED, table, wrong, _NUM_COUNTERS)
 
 
@@ -155,7 +153,10 @@ def _open_kernel(
         k = first + tl.arange(0, BLOCK)
         inside = k < num_offsets
         value = tl.load(offsets_ptr + k, mask=inside, other=0)
-        count_wrong(offsets_ptr, k, value, inside, num_offsets, num_ids, first_bag, num_tables, counters_ptr, TABLES)
+        count_wrong(
+            offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
+            counters_ptr,
+        )  # fmt: skip
         if POOLED:
             # The range of an offset's table: the greatest boundary up to its own, and up to the next.
             previous = tl.load(table_features_ptr + t - 1, mask=(t > 0) & (t <= num_tables), other=0) * batch_size
