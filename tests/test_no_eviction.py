@@ -309,9 +309,13 @@ def test_c19_where_memory_allows_half_the_growth_it_is_taken(backend: str, monke
         grow(index, store, kernels, table, factor)
 
     monkeypatch.setattr(growth_module, "grow", scarce)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lookup(module, range(40), [])
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=r"cannot grow beyond 64 rows \(scarce\)"):
+            lookup(module, range(40), [])
+        assert module.tables.capacities[0] == 64
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lookup(module, range(40, 90), [])
     assert module.tables.capacities[0] == 64
 
 

@@ -210,15 +210,21 @@ def make_room(
 def grow_by(
     growth: Growth, index: Index, store: RowStore, kernels: ModuleType, table: int, capacity: int, factor: int
 ) -> int:
-    """Grow a table by ``factor``, or where memory does not suffice by less; returns by how much it grew."""
+    """Grow a table by ``factor``, or where memory does not suffice by less and for the last time.
+
+    Returns:
+        by how much it grew, 1 if not at all.
+    """
+    failure: Exception | None = None
     while factor > 1:
         try:
             grow(index, store, kernels, table, factor)
-            return factor
+            break
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            factor //= 2
-            if factor == 1:
-                growth.stop(table, capacity, error)
-    return 1
+            failure = error.with_traceback(None)
+        factor //= 2
+    if failure is not None:
+        growth.stop(table, factor * capacity, failure)
+    return factor
