@@ -15,6 +15,8 @@ from dynamicemb.capacity import MAX_BUCKET_CAPACITY, growing_bucket_layout
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from dynamicemb.errors import DynamicEmbError, InsertFailedError
 from dynamicemb.table import growth as growth_module
+from dynamicemb.table import relocation
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.layout import locate
 from tests.conftest import reason_to_skip
 from tests.lookups import EXTREME
@@ -356,6 +358,24 @@ def test_a_graph_of_a_table_that_may_grow_is_refused() -> None:
     torch.cuda.synchronize()
     with pytest.raises(DynamicEmbError, match="init_capacity = max_capacity"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         module(ids, offsets)
+
+
+@pytest.mark.cuda
+def test_c20_growth_takes_no_more_than_is_planned_for() -> None:
+    if reason := reason_to_skip("cuda"):
+        pytest.skip(reason)
+    slots = 1 << 20
+    module = make("cuda", ((slots, 2 * slots),), bucket_capacity=128, optimizer="sgd")
+    group = module.tables
+    with torch.no_grad():
+        lookup(module, range(slots // 2))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    relocation.grow(group.index, group.store, group.kernels, 0, 2)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    # What the planner counts for this table: as much as its index at last, and the positions of entries.
+    assert 0 < extra <= (INDEX_BYTES_PER_SLOT + relocation.GROWTH_BYTES_PER_SLOT) * 2 * slots
 
 
 def test_random_growth_equals_a_table_that_was_large_at_once(backend: str) -> None:

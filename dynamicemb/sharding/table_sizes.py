@@ -22,11 +22,10 @@ from dynamicemb.dynamicemb_config import (
 from dynamicemb.optimizer import get_optimizer_state_dim
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.ownership import check_routing
+from dynamicemb.table.relocation import GROWTH_BYTES_PER_SLOT
 
 # A compound strategy has a second score column.
 SCORE_BYTES = 8
-# What the last doubling takes per slot beside a copy of the index: positions of entries, 8 bytes each, and the like.
-GROWTH_BYTES_PER_SLOT = 20
 # What a step takes per occurrence beside inputs, outputs and gradients: on the CPU id, row, list link, grouping order
 # and key; on a GPU 64 at the peak of a sequence step (measured), and a reserve for pooling and sums of hot rows.
 SCRATCH_BYTES_PER_OCCURRENCE = {"cpu": 8 + 4 + 4 + 8 + 4, "cuda": 80}

@@ -16,6 +16,8 @@ from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.memory import allocate
 from dynamicemb.table.rows import RowStore
 
+# What growth takes for each slot of the larger table beside the old index: positions of entries and the like; measured.
+GROWTH_BYTES_PER_SLOT = 20
 # Arrays with an entry for each slot.
 _COLUMNS = ("keys", "digests", "scores", "stamps", "rows", "tags")
 
