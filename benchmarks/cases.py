@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from benchmarks.engines import Build, dynamic, dynamic_sgd, static
+from benchmarks.engines import Build, dynamic, dynamic_sgd, growing, grown, static
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Case:
         cold: every repetition is the first step of an empty table.
         dtype: ``fp32`` or ``bf16``, of weights, outputs and gradients.
         eager_target: on a GPU, the ratio that eager steps have to reach, or None.
+        grows: in every repetition all tables, of ``rows`` ids each, double; the report has the time per id held.
         loop: time steps by the wall clock of a loop with one wait at the end, for steps that the host bounds.
     """
 
@@ -58,6 +59,7 @@ class Case:
     dtype: str = "fp32"
     eager_target: float | None = None
     loop: bool = False
+    grows: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -86,6 +88,13 @@ class Case:
         )
 
 
+_GROWTH: dict[str, Any] = {
+    "grows": True,
+    "ours": growing,
+    "baseline": grown,
+    "note": "to the same step in tables that are large already",
+}
+
 CPU_CASES = [
     Case("sgd_train", target=1.5),
     Case("eval", train=False, target=2.5),
@@ -101,6 +110,7 @@ CPU_CASES = [
     Case("batch_4096_eval", num_ids=4096, train=False),
     Case("batch_64_train", num_ids=60, bag_length=3),
     Case("batch_64_eval", num_ids=60, bag_length=3, train=False),
+    Case("growth", tables=1, rows=1 << 19, new_share=0.1, num_ids=4096, capacity=1 << 21, **_GROWTH),
 ]
 
 # Ids of a step, over all tables.
@@ -151,6 +161,7 @@ GPU_CASES = [
     workload_a("a_sum_adagrad_train", **_SUM, optimizer="exact_adagrad"),
     workload_a("a_sum_rowwise_adagrad_train", **_SUM, optimizer="exact_row_wise_adagrad"),
     workload_a("a_sum_eval", **_SUM, **_EVAL),
+    workload_a("a_growth", tables=1, rows=1 << 22, capacity=1 << 24, new_share=0.1, num_ids=4096, **_GROWTH),
     workload_a("small_train", **_SMALL),
     workload_a("small_eval", **_SMALL, **_EVAL),
     workload_a("small_sum_train", **_SMALL, **_SUM),

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.workloads import DTYPES, Batch, batches
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.capacity import DEFAULT_BUCKET_CAPACITY
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Engine:
         module: the module itself, for reports that look inside.
         source: the field of a batch with the ids that ``step`` reads.
         prepare: runs before every step, with this engine, and is not timed; it sets ``step`` and ``module``.
+        captures: whether a CUDA graph of the step is tried.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Engine:
     module: Any
     source: str = "ids"
     prepare: Callable[["Engine", Batch], None] | None = None
+    captures: bool = True
 
 
 class Build(Protocol):
@@ -75,6 +78,33 @@ def dynamic(case: "Case") -> Engine:
 def dynamic_sgd(case: "Case") -> Engine:
     """Build our tables with SGD, whatever the case trains with."""
     return replace(dynamic(replace(case, optimizer="exact_sgd")), name="dynamicemb SGD")
+
+
+def growing(case: "Case") -> Engine:
+    """Build tables that hold ``rows`` ids, and with one more double: before every step they are made anew."""
+    return _before_growth(case, "dynamicemb, growing", 2 * case.rows)
+
+
+def grown(case: "Case") -> Engine:
+    """Build tables that hold ``rows`` ids and are as large as others after growth: the ordinary step."""
+    return _before_growth(case, "dynamicemb, grown", 4 * case.rows)
+
+
+def _before_growth(case: "Case", name: str, slots: int) -> Engine:
+    every = torch.arange(case.rows, device=case.device)
+    memory = _tables(replace(case, capacity=4 * case.rows)).memory_usage()
+
+    def prepare(engine: Engine, batch: Batch) -> None:
+        # The old tables go first: both together may not fit.
+        engine.module, engine.step = None, not_prepared
+        module = _tables(replace(case, capacity=4 * case.rows), slots)
+        _fill(module, case)
+        assert module.tables.capacities == [slots] * case.tables
+        engine.module, engine.step = module, functools.partial(_step, module, "ids", case.train)
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+
+    return Engine(name, not_prepared, [every] * case.tables, memory, None, prepare=prepare, captures=False)
 
 
 def static(case: "Case") -> Engine:
@@ -110,12 +140,20 @@ def static(case: "Case") -> Engine:
     return Engine("fbgemm TBE", step, residents, memory, module, "known_ids")
 
 
-def _tables(case: "Case") -> BatchedDynamicEmbeddingTablesV2:
+def _tables(case: "Case", slots: int | None = None) -> BatchedDynamicEmbeddingTablesV2:
+    """Make the tables of a case, which begin with ``slots`` slots each or are as large as they get."""
     dtype = DTYPES[case.dtype]
     capacity = case.capacity or case.rows
     return BatchedDynamicEmbeddingTablesV2(
         [
-            DynamicEmbTableOptions(dim=case.dim, max_capacity=capacity, embedding_dtype=dtype)
+            DynamicEmbTableOptions(
+                dim=case.dim,
+                init_capacity=slots,
+                max_capacity=capacity,
+                embedding_dtype=dtype,
+                # A case says how full its tables are: no slots to spare.
+                bucket_capacity=DEFAULT_BUCKET_CAPACITY,
+            )
             for _ in range(case.tables)
         ],
         pooling_mode=DynamicEmbPoolingMode[case.pooling],

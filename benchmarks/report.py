@@ -115,6 +115,8 @@ def _remarks(line: Line) -> list[str]:
     remarks += [f"{name} did not run: {error}" for name, error in line["errors"].items()]
     if line["clock"] == "wall, loop of steps":
         remarks.append("wall clock of a loop of steps with one wait at its end: the host bounds eager steps")
+    if "growth_ns_per_id" in line:
+        remarks.append(f"growth takes {line['growth_ns_per_id']:.1f} ns for each id held")
     if line["evicted_per_step"]:
         remarks.append(f"{line['evicted_per_step']:.0f} evictions a step")
     if line.get("failed_per_step"):

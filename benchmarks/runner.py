@@ -136,7 +136,9 @@ def _enter(case: Case) -> tuple[_Field, Iterator[Batch]]:
             eager, graph = f"{engine.name} eager", f"{engine.name} graph"
         if not entrants.admit(eager, lambda: engine, warm_up):
             return "", ""
-        if not graph or not entrants.admit(graph, functools.partial(captured, engine, next(stream)), warm_up):
+        if not graph or not engine.captures:
+            return eager, eager
+        if not entrants.admit(graph, functools.partial(captured, engine, next(stream)), warm_up):
             return eager, eager
         return eager, graph
 
@@ -227,6 +229,9 @@ def _line(case: Case, entrants: _Field, times: dict[str, Times], batch: Batch, c
         "load_factor": counts["size"] / counts["capacity"],
         "index_bytes_per_slot": ours.memory["index"] / counts["capacity"],
     }
+    if case.grows and base is not None:
+        extra = times[entrants.ours].median - base.median
+        line["growth_ns_per_id"] = extra * 1e6 / (case.tables * case.rows)
     for name, engine in entrants.engines.items():
         median = times[name].median
         line["engines"][name] = {
@@ -268,4 +273,5 @@ def _shape(case: Case, batch: Batch) -> dict[str, Any]:
         "alpha": case.alpha,
         "new_share": case.new_share,
         "cold": case.cold,
+        "grows": case.grows,
     }

@@ -17,7 +17,11 @@ DEMB_TABLE_ALIGN_SIZE = 16
 DEFAULT_BUCKET_CAPACITY = 128
 # As a bucket_capacity: one bucket holds the whole shard of a rank.
 MAX_BUCKET_CAPACITY = 2**63 - 1
+# Slots of the tables of one module together: slots and rows have 32-bit numbers.
+MAX_GROUP_SLOTS = 2**31 - 1
 
+# Rows of a table that have slots to spare where the size of buckets is left open.
+_SPARED_ROWS = 4096
 _STATE_ALIGNMENT = 4
 _ROW_ALIGNMENT = 16
 
@@ -99,13 +103,15 @@ def dtype_to_bytes(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def check_bucket_capacity(bucket_capacity: int) -> None:
-    """Raise unless ``bucket_capacity`` is a positive multiple of 16 or MAX_BUCKET_CAPACITY."""
+def check_bucket_capacity(bucket_capacity: int | None) -> None:
+    """Raise unless ``bucket_capacity`` is a positive multiple of 16, MAX_BUCKET_CAPACITY or None."""
+    if bucket_capacity is None:
+        return
     if not isinstance(bucket_capacity, Integral) or isinstance(bucket_capacity, bool):
         raise TypeError(f"bucket_capacity must be an int, got {bucket_capacity!r}")
     if bucket_capacity != MAX_BUCKET_CAPACITY and (bucket_capacity < 1 or bucket_capacity % BUCKET_ALIGNMENT):
         raise ValueError(
-            f"bucket_capacity must be a positive multiple of {BUCKET_ALIGNMENT} or MAX_BUCKET_CAPACITY, "
+            f"bucket_capacity must be a positive multiple of {BUCKET_ALIGNMENT}, MAX_BUCKET_CAPACITY or None, "
             f"got {bucket_capacity}; use for example {align_to_table_size(bucket_capacity)}"
         )
 
@@ -115,26 +121,40 @@ def align_to_table_size(n: int, alignment: int = DEMB_TABLE_ALIGN_SIZE) -> int:
     return max(-(-n // alignment), 1) * alignment
 
 
-def bucket_layout(num_rows: int, bucket_capacity: int) -> tuple[int, int]:
-    """Return ``(number of buckets, slots of a bucket)`` of a table that holds at least ``num_rows`` ids.
+def bucket_layout(num_rows: int, bucket_capacity: int | None, world_size: int = 1) -> tuple[int, int]:
+    """Return ``(number of buckets, slots of a bucket)`` of a table that is to hold ``num_rows`` ids.
+
+    Buckets fill unevenly, so a small table with as many slots as rows loses ids before it is full. With
+    ``bucket_capacity`` None the first 4,096 rows get one and a half slots each, unless a single bucket holds all ids:
+    then as many ids as rows find a place, fewer than one in 1,000 such tables excepted
+    (``benchmarks/studies/README.md``).
 
     Args:
         num_rows: rows on one rank.
-        bucket_capacity: slots of a bucket; MAX_BUCKET_CAPACITY asks for a single bucket.
+        bucket_capacity: slots of a bucket; MAX_BUCKET_CAPACITY asks for a single bucket, None for buckets of 128 and
+            slots to spare.
+        world_size: ranks that share the table; a rank's share is one more part that may be full.
 
     Raises:
         ValueError: ``bucket_capacity`` is not a positive multiple of 16.
 
     Example:
-        ``bucket_layout(251, 128) == (2, 128)`` and ``bucket_layout(251, MAX_BUCKET_CAPACITY) == (1, 256)``.
+        ``bucket_layout(251, 128) == (2, 128)``, ``bucket_layout(251, MAX_BUCKET_CAPACITY) == (1, 256)`` and
+        ``bucket_layout(251, None) == (3, 128)``: 377 slots are wanted.
     """
     check_bucket_capacity(bucket_capacity)
+    if bucket_capacity is None:
+        bucket_capacity = DEFAULT_BUCKET_CAPACITY
+        if num_rows > bucket_capacity or world_size > 1:
+            num_rows = max(num_rows, -(-3 * min(num_rows, _SPARED_ROWS) // 2))
     if bucket_capacity == MAX_BUCKET_CAPACITY:
         return 1, align_to_table_size(num_rows, BUCKET_ALIGNMENT)
     return align_to_table_size(num_rows, bucket_capacity) // bucket_capacity, bucket_capacity
 
 
-def growing_bucket_layout(init_rows: int, max_rows: int, bucket_capacity: int) -> tuple[int, int, int]:
+def growing_bucket_layout(
+    init_rows: int, max_rows: int | None, bucket_capacity: int | None, world_size: int = 1
+) -> tuple[int, int | None, int]:
     """Return ``(buckets at first, buckets at most, slots of a bucket)`` of a table that grows by doubling.
 
     The table begins with at least ``init_rows`` slots and fewer than twice as many, and ends with at least
@@ -142,23 +162,28 @@ def growing_bucket_layout(init_rows: int, max_rows: int, bucket_capacity: int) -
 
     Args:
         init_rows: rows at first.
-        max_rows: rows at most, not fewer.
-        bucket_capacity: slots of a bucket; MAX_BUCKET_CAPACITY asks for a single bucket, which cannot grow.
+        max_rows: rows at most, not fewer; None is no limit, and then there is no last number of buckets.
+        bucket_capacity: as of ``bucket_layout``; a single bucket cannot grow.
+        world_size: ranks that share the table.
 
     Example:
         ``growing_bucket_layout(1280, 12800, 128) == (13, 104, 128)``: 10 buckets double at most three times below 100.
     """
-    most, bucket = bucket_layout(max_rows, bucket_capacity)
-    if bucket_capacity == MAX_BUCKET_CAPACITY:
+    if max_rows is None:
+        # It grows before a bucket is full.
+        init, bucket = bucket_layout(init_rows, bucket_capacity or DEFAULT_BUCKET_CAPACITY)
+        return init, None, bucket
+    most, bucket = bucket_layout(max_rows, bucket_capacity, world_size)
+    if bucket_capacity == MAX_BUCKET_CAPACITY or init_rows >= max_rows:
         return most, most, bucket
-    init, _ = bucket_layout(init_rows, bucket_capacity)
+    init, _ = bucket_layout(init_rows, bucket)
     factor = 1 << max(0, (most // init).bit_length() - 1)
     init = -(-most // factor)
     return init, init * factor, bucket
 
 
 def _sharded_table_bucket_layout(
-    embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int
+    embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int | None
 ) -> tuple[int, int]:
     """Return the ``bucket_layout`` of one rank's share of a table.
 
@@ -167,10 +192,10 @@ def _sharded_table_bucket_layout(
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be >= 1, got {world_size}")
-    return bucket_layout(-(-embedding_config.num_embeddings // world_size), bucket_capacity)
+    return bucket_layout(-(-embedding_config.num_embeddings // world_size), bucket_capacity, world_size)
 
 
-def get_sharded_table_capacity(embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int) -> int:
+def get_sharded_table_capacity(embedding_config: EmbeddingConfig, world_size: int, bucket_capacity: int | None) -> int:
     """Return the slots that one rank has for its share of a table."""
     num_buckets, bucket = _sharded_table_bucket_layout(embedding_config, world_size, bucket_capacity)
     return num_buckets * bucket
@@ -199,7 +224,7 @@ def get_table_value_bytes(
     embedding_config: EmbeddingConfig,
     optimizer_type: Any,
     world_size: int,
-    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
+    bucket_capacity: int | None = None,
 ) -> int:
     """Return the nominal bytes of a table's values on all ranks: element size x (D + state) x capacity.
 
@@ -222,7 +247,7 @@ def get_table_row_bytes(
     embedding_config: EmbeddingConfig,
     optimizer_type: Any,
     world_size: int,
-    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
+    bucket_capacity: int | None = None,
 ) -> int:
     """Return the bytes that a table's rows take on all ranks, without the index."""
     dim = embedding_config.embedding_dim
@@ -232,11 +257,13 @@ def get_table_row_bytes(
 
 
 def get_constraint_capacity(
-    memory_bytes: int, dtype: torch.dtype, dim: int, optimizer_type: Any, bucket_capacity: int
+    memory_bytes: int, dtype: torch.dtype, dim: int, optimizer_type: Any, bucket_capacity: int | None
 ) -> int:
     """Return how many rows fit into ``memory_bytes``, in whole buckets and at least one (then with a warning)."""
     check_bucket_capacity(bucket_capacity)
-    bucket = BUCKET_ALIGNMENT if bucket_capacity == MAX_BUCKET_CAPACITY else bucket_capacity
+    bucket = bucket_capacity or DEFAULT_BUCKET_CAPACITY
+    if bucket == MAX_BUCKET_CAPACITY:
+        bucket = BUCKET_ALIGNMENT
     bucket_bytes = bucket * row_bytes(dtype, dim, get_optimizer_state_dim(optimizer_type, dim, dtype))
     if memory_bytes < bucket_bytes:
         warnings.warn(

@@ -189,8 +189,9 @@ class DynamicEmbTableOptions:
         embedding_dtype: float32, float16 or bfloat16; the planner sets it from the embedding config.
         dim: embedding dim D, 1..2048; the planner sets it.
         max_capacity: rows on this rank at most, rounded up to whole buckets; the planner sets it from
-            ``num_embeddings``. A bucket may be full before the table is: with buckets of 128 slots, about 3.5 % of the
-            ids find no place when exactly so many different ids come at once.
+            ``num_embeddings``. A bucket may be full before the table is, see ``bucket_capacity``. NO_EVICTION has no
+            such limit and takes None only; there the planner counts what ``num_embeddings`` ids take at
+            ``max_load_factor``.
         evict_strategy: follows from ``score_strategy``; another value than the default or the implied one warns.
         local_hbm_for_values: bytes of GPU memory for rows on this rank.
         device_id: CUDA device of the table.
@@ -199,15 +200,19 @@ class DynamicEmbTableOptions:
             +-sqrt(1 / num_embeddings), a module made without a planner takes 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
         caching: use GPU memory as a cache of host rows (planned).
-        init_capacity: rows at the start; None: ``max_capacity``. With fewer the table grows by doubling, so both are
-            rounded up: it starts with fewer than twice as many, and ends with that number times a power of two.
+        init_capacity: rows at the start; None: ``max_capacity``, or for NO_EVICTION the planner's. With fewer the table
+            grows by doubling, so both are rounded up: it starts with fewer than twice as many, and ends with that
+            number times a power of two.
         max_load_factor: share of used slots, in (0, 1], above which a table grows that may; others ignore it with a
-            warning.
+            warning. Buckets fill unevenly: with 128 slots, at a load of 0.8 one new id in 130 finds its bucket full and
+            evicts another or fails, at 0.9 one in 8. NO_EVICTION grows before that happens, whatever the load.
         score_strategy: see ``DynamicEmbScoreStrategy``, or (TIMESTAMP, LFU) in either order: the frequency ranks, the
             time of the last touch is kept beside it, for 8 more bytes per row. None: not a dynamic table. A module may
             have tables of several strategies; TorchRec gives them to several modules.
-        bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket. Tables of one
-            module must agree.
+        bucket_capacity: slots of a bucket, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket. None: 128, and
+            slots to spare for small tables, ``max(rows, 1.5 * min(rows, 4096))`` unless one bucket on one rank holds
+            all rows: then as many different ids as rows all find a place. Without spare slots about 3.5 % of them do
+            not, with buckets of 128. Tables of one module must agree.
         safe_check_mode: what happens when ids find no slot. ERROR plans every insert and raises before anything
             changes, also on wrong values of CUDA inputs; it waits for the GPU. WARNING warns once the counters have
             arrived on the host. IGNORE only counts, in ``stats()``.
@@ -242,7 +247,7 @@ class DynamicEmbTableOptions:
     init_capacity: int | None = None
     max_load_factor: float = 0.5
     score_strategy: ScoreStrategy | None = DynamicEmbScoreStrategy.TIMESTAMP
-    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY
+    bucket_capacity: int | None = None
     safe_check_mode: DynamicEmbCheckMode = DynamicEmbCheckMode.IGNORE
     global_hbm_for_values: int = 0
     external_storage: type | None = None
@@ -316,6 +321,11 @@ class DynamicEmbTableOptions:
         _check_int("device_id", self.device_id, 0, optional=True)
         _check_int("protect_steps", self.protect_steps, 0, 2**20)
         check_bucket_capacity(self.bucket_capacity)
+        if self.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION and self.max_capacity is not None:
+            raise ValueError(
+                f"max_capacity={self.max_capacity} is a limit, but with score_strategy NO_EVICTION a table grows until "
+                "memory ends; leave max_capacity None and set init_capacity, or choose TIMESTAMP"
+            )
         if self.init_capacity is not None and self.max_capacity is not None and self.init_capacity > self.max_capacity:
             raise ValueError(
                 f"init_capacity must be <= max_capacity, got {self.init_capacity} > {self.max_capacity}; "
@@ -363,7 +373,7 @@ class DynamicEmbTableOptions:
             "score_strategy": self.score_strategy,
             "admit_strategy": self.admit_strategy,
             # One index serves a module: its buckets are equally large, its steps are the same.
-            "bucket_capacity": self.bucket_capacity,
+            "bucket_capacity": self.bucket_capacity or DEFAULT_BUCKET_CAPACITY,
             "protect_steps": self.protect_steps,
             "score_function": self.score_function,
         }
@@ -386,9 +396,11 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append(f"external_storage={options.external_storage!r}: not available yet; use None")
     if options.admit_strategy is not None or options.admission_counter is not None:
         messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
-    if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
-        messages.append("score_strategy=NO_EVICTION: tables do not grow yet; use STEP to evict the oldest")
     single = options.bucket_capacity == MAX_BUCKET_CAPACITY
+    if single and options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+        messages.append(
+            "score_strategy=NO_EVICTION with bucket_capacity=MAX_BUCKET_CAPACITY: a single bucket cannot grow; use 128"
+        )
     if single and options.init_capacity is not None and options.max_capacity is not None:
         # A table has whole groups of slots, so two capacities may be the same size.
         if (

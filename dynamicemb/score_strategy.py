@@ -16,7 +16,8 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
         STEP: the number of the training forward that last used the id, from 1.
         CUSTOMIZED: the number last given to ``set_score`` when the id was last used, from 1 to 2^63 - 1.
         LFU: how often the id has occurred in training since it got its row.
-        NO_EVICTION: the table grows instead of evicting (planned; refused by this version).
+        NO_EVICTION: when the id was inserted, Unix nanoseconds. The table grows instead of evicting; only when there is
+            no memory left for that, it warns and evicts the oldest.
     """
 
     TIMESTAMP = 0

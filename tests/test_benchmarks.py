@@ -96,15 +96,14 @@ def test_every_gpu_case_runs_a_step_on_the_cpu(case: Case) -> None:
     small = small_on_cpu(case)
     assert small.full == case.full
     engine = small.ours(small)
-    assert engine.module.output_dtype == engine.module.embedding_dtype == DTYPES[case.dtype]
     batch = next(batches(small, engine.residents, seed=1))
     assert batch.ids.numel() == small.batch_size * small.bag_length * case.tables
     assert batch.grad.dtype == DTYPES[case.dtype]
-    before = engine.module.stats()
     if engine.prepare is not None:
         engine.prepare(engine, batch)
-        before = engine.module.stats()
-        assert sum(table["size"] for table in before.values()) == 0
+    assert engine.module.output_dtype == engine.module.embedding_dtype == DTYPES[case.dtype]
+    before = engine.module.stats()
+    assert not case.cold or sum(table["size"] for table in before.values()) == 0
     engine.step(batch)
     inserted = sum(after["inserted"] - before[name]["inserted"] for name, after in engine.module.stats().items())
     evicted = sum(after["evicted"] - before[name]["evicted"] for name, after in engine.module.stats().items())
@@ -288,6 +287,40 @@ def test_a_gpu_report_compares_eager_with_eager_and_graph_with_both(tmp_path: Pa
     assert "the host bounds eager steps" in text
     assert report.one_line(line).endswith("ratio 0.40 0.50 ok")
     plot.plot([line], tmp_path / "gpu.png")
+
+
+def check_growth(case: Case) -> None:
+    line = run_case(case, Effort(rounds=2, steps=2, quiet=0))
+    # No graph: a table that may grow refuses it.
+    suffix = " eager" if case.device == "cuda" else ""
+    assert list(line["engines"]) == [f"dynamicemb, grown{suffix}", f"dynamicemb, growing{suffix}"]
+    assert not line["errors"] and line["evicted_per_step"] == 0 < line["inserted_per_step"] < case.num_ids
+    ours, base = line["engines"][line["ours"]], line["engines"][line["baseline"]]
+    assert line["growth_ns_per_id"] == pytest.approx((ours["ms"] - base["ms"]) * 1e6 / (case.tables * case.rows))
+    assert f"growth takes {line['growth_ns_per_id']:.1f} ns for each id held" in report._remarks(line)
+
+
+def test_a_case_of_growth_doubles_the_tables_in_every_step() -> None:
+    (case,) = select(["growth"], "cpu")
+    small = case.shrink(1 << 11, 500)
+    check_growth(small)
+    engine = small.ours(small)
+    batch = next(batches(small, engine.residents, 1))
+    for _ in range(2):
+        assert engine.prepare is not None
+        engine.prepare(engine, batch)
+        assert engine.module.tables.capacities == [2 << 11]
+        engine.step(batch)
+        assert engine.module.tables.capacities == [4 << 11]
+        assert engine.module.memory_usage()["index"] == engine.memory["index"]
+
+
+@pytest.mark.cuda
+def test_a_gpu_case_of_growth_runs() -> None:
+    if reason := reason_to_skip("cuda"):
+        pytest.skip(reason)
+    (case,) = select(["a_growth"], "cuda")
+    check_growth(case.shrink(1 << 14, 500))
 
 
 @pytest.mark.cuda

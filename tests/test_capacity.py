@@ -4,12 +4,14 @@ import enum
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamicemb import dynamicemb_config as config
+from dynamicemb.capacity import bucket_layout, growing_bucket_layout
 from dynamicemb.dynamicemb_config import (
     MAX_BUCKET_CAPACITY,
     DynamicEmbDataType,
@@ -23,6 +25,7 @@ from dynamicemb.dynamicemb_config import (
     row_bytes,
     state_offset_bytes,
 )
+from dynamicemb.table.layout import locate
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
 Mode = DynamicEmbInitializerMode
@@ -40,6 +43,49 @@ def table(num_embeddings=1000, dim=8, data_type="FP32"):
 )
 def test_sharded_capacity_examples(rows, world_size, bucket, capacity):
     assert get_sharded_table_capacity(table(rows), world_size, bucket) == capacity
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size", "capacity"),
+    [
+        # One bucket holds as many ids as slots; 86 rows of a rank are the first whose 129 slots need a second bucket.
+        (1, 1, 128),
+        (128, 1, 128),
+        (129, 1, 256),
+        (170, 1, 256),
+        (171, 1, 384),
+        (85 * 8, 8, 128),
+        (86 * 8, 8, 256),
+        (1024, 8, 256),
+        (4096, 1, 6144),
+        (5000, 1, 6144),
+        (6145, 1, 6272),
+        (10**6, 1, 1_000_064),
+    ],
+)
+def test_small_tables_have_slots_to_spare_where_the_bucket_is_left_open(rows, world_size, capacity):
+    assert get_sharded_table_capacity(table(rows), world_size, None) == capacity
+    assert bucket_layout(-(-rows // world_size), None, world_size) == (capacity // 128, 128)
+
+
+def test_spare_slots_of_a_table_that_grows_are_those_of_its_last_size():
+    assert growing_bucket_layout(1000, 1000, None) == (12, 12, 128)
+    assert growing_bucket_layout(500, 1000, None) == (6, 12, 128)
+    assert growing_bucket_layout(100, 100, None, 2) == (2, 2, 128)
+    assert growing_bucket_layout(1000, None, None) == (8, None, 128)
+    # What was rounded, and has a bucket, is not rounded again.
+    assert growing_bucket_layout(6 * 128, 12 * 128, 128) == (6, 12, 128)
+
+
+@pytest.mark.parametrize("rows", [129, 200, 300, 1000, 1707, 4096])
+def test_c03_as_many_ids_as_rows_find_a_place_in_a_small_table(rows):
+    num_buckets, bucket = bucket_layout(rows, None)
+    lost = 0
+    for seed in range(20):
+        ids = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, rows)
+        lost += np.maximum(np.bincount(locate(ids, num_buckets, 8)[0], minlength=num_buckets) - bucket, 0).sum()
+    # 0.0007 a table are expected at most.
+    assert lost == 0
 
 
 def test_single_bucket_examples():
@@ -122,7 +168,9 @@ def test_row_holds_weights_and_aligned_state_without_waste(dtype, dim, num_state
     ],
 )
 def test_value_bytes_are_the_nominal_ones(data_type, optimizer, per_row):
-    assert get_table_value_bytes(table(1001, 6, data_type), optimizer, 4) == per_row * 256 * 4
+    assert get_table_value_bytes(table(1001, 6, data_type), optimizer, 4, 128) == per_row * 256 * 4
+    # What options take that leave the bucket open, too.
+    assert get_table_value_bytes(table(1001, 6, data_type), optimizer, 4) == per_row * 384 * 4
     assert get_table_value_bytes(table(99, 6, data_type), optimizer, 1, MAX_BUCKET_CAPACITY) == per_row * 112
 
 
@@ -132,8 +180,8 @@ def test_value_bytes_are_the_nominal_ones(data_type, optimizer, per_row):
     st.integers(1, 256).map(lambda n: 8 * n),
 )
 def test_nominal_and_real_bytes_differ_only_by_the_width_of_state(data_type, optimizer, dim):
-    nominal = get_table_value_bytes(table(1000, dim, data_type), optimizer, 2)
-    real = get_table_row_bytes(table(1000, dim, data_type), optimizer, 2)
+    nominal = get_table_value_bytes(table(1000, dim, data_type), optimizer, 2, 128)
+    real = get_table_row_bytes(table(1000, dim, data_type), optimizer, 2, 128)
     wide_state = {"adam": 2 * dim, "exact_adagrad": dim}.get(optimizer, 0)
     extra = 0 if data_type == "FP32" else 2 * wide_state
     assert real == nominal + extra * 512 * 2

@@ -108,7 +108,7 @@ def test_a_plan_of_many_buckets_is_made_piece_by_piece(monkeypatch: pytest.Monke
     rows = torch.full((900,), -1, dtype=torch.int32)
     arguments = (group.index, torch.arange(900), ranges(900), rows, 0, [0])
     whole = plan_inserts(*arguments)
-    monkeypatch.setattr("dynamicemb.table.plan._SLOTS_AT_A_TIME", 48)
+    monkeypatch.setattr("dynamicemb.table.plan.SLOTS_AT_A_TIME", 48)
     assert plan_inserts(*arguments) == whole and 260 <= whole[0].failed < 400
 
 

@@ -7,7 +7,14 @@ import torch
 from dynamicemb.table.index import NOW
 from dynamicemb.table.layout import fmix64, locate
 from dynamicemb.table.reference import ReferenceTable
-from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import (
+    SCORE_COMPOUND,
+    SCORE_CUSTOMIZED,
+    SCORE_LFU,
+    SCORE_NO_EVICTION,
+    SCORE_STEP,
+    SCORE_TIMESTAMP,
+)
 from tests.tables import make_group, ranges
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
@@ -30,8 +37,8 @@ def resident(group, table: int) -> dict[int, tuple[int, int]]:
 
 STRATEGIES = [
     *((strategy, strategy) for strategy in range(SCORE_COMPOUND + 1)),
-    (SCORE_STEP, SCORE_TIMESTAMP),
-    (SCORE_LFU, SCORE_CUSTOMIZED),
+    (SCORE_NO_EVICTION, SCORE_STEP),
+    (SCORE_LFU, SCORE_NO_EVICTION),
     (SCORE_TIMESTAMP, SCORE_COMPOUND),
     (SCORE_COMPOUND, SCORE_LFU),
 ]

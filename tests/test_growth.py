@@ -15,6 +15,9 @@ from dynamicemb.capacity import MAX_BUCKET_CAPACITY, growing_bucket_layout
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from dynamicemb.errors import DynamicEmbError, InsertFailedError
 from dynamicemb.table import growth as growth_module
+from dynamicemb.table import relocation
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
+from dynamicemb.table.layout import locate
 from tests.conftest import reason_to_skip
 from tests.lookups import EXTREME
 from tests.tables import UNIFORM, device_of, use_backend
@@ -303,6 +306,25 @@ def test_c28_a_plan_of_check_mode_error_counts_on_growth(backend: str) -> None:
     assert small.insert("a", ids, torch.zeros(100, DIM, device=device)).all()
 
 
+def test_c28_check_mode_error_grows_rather_than_fails(backend: str) -> None:
+    # 12 ids of one bucket of two, the others of both: 20 are fewer than the load factor allows.
+    ids = np.arange(2000)
+    buckets = locate(ids, 4, 1)[0]
+    batch = [*ids[buckets == 0][:9].tolist(), *ids[buckets == 2][:9].tolist()]
+    for mode, capacity, failed in ((DynamicEmbCheckMode.ERROR, 64, 0), (DynamicEmbCheckMode.IGNORE, 32, 2)):
+        module = make(backend, ((32, 256),), max_load_factor=0.9, safe_check_mode=mode)
+        lookup(module, batch).sum().backward()
+        assert module.tables.capacities[0] == capacity and module.stats()["a"]["failed"] == failed
+        # What may be evicted is no reason to grow.
+        lookup(module, ids[buckets == 0][20:29].tolist()).sum().backward()
+        assert module.tables.capacities[0] == capacity
+    stubborn = make(backend, ((32, 256),), max_load_factor=0.9, safe_check_mode=DynamicEmbCheckMode.ERROR)
+    same = ids[locate(ids, 16, 1)[0] == 0][:17].tolist()
+    with pytest.raises(InsertFailedError):
+        lookup(stubborn, same)
+    assert stubborn.tables.capacities[0] == 32
+
+
 def older_first(scores, now):
     return (scores[0] - now) * 1e-9 + math.log(scores[1])
 
@@ -336,6 +358,24 @@ def test_a_graph_of_a_table_that_may_grow_is_refused() -> None:
     torch.cuda.synchronize()
     with pytest.raises(DynamicEmbError, match="init_capacity = max_capacity"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         module(ids, offsets)
+
+
+@pytest.mark.cuda
+def test_c20_growth_takes_no_more_than_is_planned_for() -> None:
+    if reason := reason_to_skip("cuda"):
+        pytest.skip(reason)
+    slots = 1 << 20
+    module = make("cuda", ((slots, 2 * slots),), bucket_capacity=128, optimizer="sgd")
+    group = module.tables
+    with torch.no_grad():
+        lookup(module, range(slots // 2))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    relocation.grow(group.index, group.store, group.kernels, 0, 2)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    # What the planner counts for this table: as much as its index at last, and the positions of entries.
+    assert 0 < extra <= (INDEX_BYTES_PER_SLOT + relocation.GROWTH_BYTES_PER_SLOT) * 2 * slots
 
 
 def test_random_growth_equals_a_table_that_was_large_at_once(backend: str) -> None:

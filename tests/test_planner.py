@@ -81,9 +81,11 @@ def test_plan_has_a_shard_of_whole_buckets_per_rank() -> None:
     assert isinstance(entry, DynamicEmbParameterSharding)
     assert not isinstance(plan["static"], DynamicEmbParameterSharding)
     assert entry.ranks == [0, 1, 2, 3]
-    assert [s.shard_sizes for s in entry.sharding_spec.shards] == [[256, 8]] * 4
-    assert [s.shard_offsets for s in entry.sharding_spec.shards] == [[0, 0], [256, 0], [512, 0], [768, 0]]
-    assert entry.dynamicemb_options.max_capacity == 256
+    assert [s.shard_sizes for s in entry.sharding_spec.shards] == [[384, 8]] * 4
+    assert [s.shard_offsets for s in entry.sharding_spec.shards] == [[0, 0], [384, 0], [768, 0], [1152, 0]]
+    # 251 rows of a rank, and slots to spare.
+    assert entry.dynamicemb_options.max_capacity == 384
+    assert entry.dynamicemb_options.bucket_capacity == 128
     assert entry.dist_type == "hash_roundrobin"
     # The user's object is not changed, it may serve several tables.
     assert given.dynamicemb_options.max_capacity is None
@@ -94,13 +96,23 @@ def test_plan_has_a_shard_of_whole_buckets_per_rank() -> None:
     [
         (7, 1, 128, 128),
         (1001, 4, 128, 256),
+        (1001, 4, None, 384),
+        # One bucket holds all ids, but a rank's share of as many may be too small.
+        (128, 1, None, 128),
+        (512, 4, None, 256),
+        (20_000, 1, None, 20_096),
         (1001, 4, MAX_BUCKET_CAPACITY, 256),
         (99, 1, MAX_BUCKET_CAPACITY, 112),
     ],
 )
-def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacity: int, capacity: int) -> None:
+def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacity: int | None, capacity: int) -> None:
     options = DynamicEmbTableOptions(bucket_capacity=bucket_capacity)
-    assert table_options_on_rank(config(num_embeddings=num_embeddings), options, world_size).max_capacity == capacity
+    planned = table_options_on_rank(config(num_embeddings=num_embeddings), options, world_size)
+    assert planned.max_capacity == planned.init_capacity == capacity
+    # What is planned is what a module makes of it.
+    planned = dataclasses.replace(planned)
+    module = BatchedDynamicEmbeddingTablesV2([planned], ["t"], device="cpu")
+    assert module.tables.capacities == [capacity]
 
 
 @pytest.mark.parametrize(
@@ -110,16 +122,16 @@ def test_capacity_of_a_rank(num_embeddings: int, world_size: int, bucket_capacit
 def test_c20_planned_memory_equals_allocated_memory(strategy: ScoreStrategy, per_slot: int) -> None:
     given = DynamicEmbTableOptions(score_strategy=strategy)
     options = table_options_on_rank(config(num_embeddings=3000, dim=5), given, 2)
-    memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu")
+    memory = table_memory("t", options, EmbOptimType.ADAM, 0, "cpu", 2304)
     module = BatchedDynamicEmbeddingTablesV2([options], ["t"], optimizer=EmbOptimType.ADAM, device="cpu")
     used = module.memory_usage()
-    assert memory.num_slots == 1536
-    assert memory.index_bytes + memory.score_bytes == per_slot * 1536
-    assert memory.state_bytes == 2 * 5 * 4 * 1536
-    assert memory.row_bytes + memory.state_bytes == 64 * 1536
+    assert memory.num_slots == 2304
+    assert memory.index_bytes + memory.score_bytes == per_slot * 2304
+    assert memory.state_bytes == 2 * 5 * 4 * 2304
+    assert memory.row_bytes + memory.state_bytes == 64 * 2304
     # Counters, clock and chunk rounding.
-    assert 0 <= used["index"] - per_slot * 1536 < 4096
-    assert used["rows"] >= 64 * 1536
+    assert 0 <= used["index"] - per_slot * 2304 < 4096
+    assert used["rows"] >= 64 * 2304
 
 
 def test_c20_memory_is_reported_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,6 +147,21 @@ def test_c20_memory_is_reported_and_counted(caplog: pytest.LogCaptureFixture) ->
     assert "t " in memory_report(planner.memory)
 
 
+def test_c20_memory_for_growth_is_counted() -> None:
+    configs = [config(num_embeddings=40_000), config("u", 40_000), config("v", 40_000)]
+    lfu = DynamicEmbScoreStrategy.LFU
+    constraints = {"t": dynamic(init_capacity=100), "u": dynamic(), "v": dynamic(score_strategy=lfu)}
+    planner = make_planner(configs, constraints)
+    plan_of(planner, configs)
+    slots = {name: memory.num_slots for name, memory in planner.memory.items()}
+    growth = {name: memory.growth_bytes for name, memory in planner.memory.items()}
+    # u shares a module with t, whose growth copies the index of both; v has another strategy and a module of its own.
+    assert growth == {"t": 45 * slots["t"], "u": 45 * slots["u"], "v": 0}
+    memory = planner.memory["t"]
+    parts = ("index", "score", "row", "state", "scratch", "growth")
+    assert memory.total_bytes == sum(getattr(memory, f"{part}_bytes") for part in parts)
+
+
 def test_c20_a_dynamic_table_that_does_not_fit_is_refused() -> None:
     configs = [config(num_embeddings=20_000_000, dim=64)]
     with pytest.raises(Exception, match="[Ss]torage"):
@@ -144,7 +171,7 @@ def test_c20_a_dynamic_table_that_does_not_fit_is_refused() -> None:
 def test_c20_all_memory_of_a_table_on_a_gpu_is_gpu_memory() -> None:
     options = DynamicEmbTableOptions(global_hbm_for_values=2 * 10_000)
     options = table_options_on_rank(config(num_embeddings=2000), options, 2)
-    memory = table_memory("t", options, EmbOptimType.EXACT_SGD, 100, "cuda")
+    memory = table_memory("t", options, EmbOptimType.EXACT_SGD, 100, "cuda", 1024)
     assert options.local_hbm_for_values == 10_000
     assert memory.hbm_bytes == memory.total_bytes == 1024 * (25 + 32) + memory.scratch_bytes
     assert memory.scratch_bytes == 100 * SCRATCH_BYTES_PER_OCCURRENCE["cuda"]
@@ -164,6 +191,20 @@ def test_c20_a_dynamic_table_that_does_not_fit_a_gpu_is_refused() -> None:
         else:
             with pytest.raises(Exception, match="[Ss]torage"):
                 planner.plan(model, sharders)
+
+
+def test_a_table_without_a_limit_is_planned_for_its_rows_and_begins_with_less() -> None:
+    keep = DynamicEmbScoreStrategy.NO_EVICTION
+    # 501 rows of a rank at a load factor of 0.5.
+    for init, begins, counted in ((None, 1024, 1024), (100, 128, 1024), (2000, 2048, 2048)):
+        planner = make_planner([config()], {"t": dynamic(score_strategy=keep, init_capacity=init)})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="init_capacity|max_capacity")
+            entry = plan_of(planner, [config()])["t"]
+        assert entry.dynamicemb_options.max_capacity is None
+        assert entry.dynamicemb_options.init_capacity == begins
+        assert [s.shard_sizes for s in entry.sharding_spec.shards] == [[counted, 8]] * 2
+        assert planner.memory["t"].num_slots == counted
 
 
 def test_tables_of_too_many_slots_are_not_fused() -> None:
@@ -285,7 +326,7 @@ def test_the_enumerator_searches_static_tables_as_torchrec_does() -> None:
     for _ in range(2):
         options = enumerator.enumerate(model, [DynamicEmbeddingCollectionSharder()])
         assert [o.sharding_type for o in options if o.name == "t"] == ["row_wise"]
-        assert [o.shards[0].size for o in options if o.name == "t"] == [[512, 8]]
+        assert [o.shards[0].size for o in options if o.name == "t"] == [[768, 8]]
         assert len([o for o in options if o.name == "static"]) > 1
 
 

@@ -187,8 +187,8 @@ def test_c04_an_error_that_cannot_be_pickled_reaches_every_rank(ranks: RankPool)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_capacity": 333}, "max_capacity=333 of dynamic table 'a' has no effect: num_embeddings makes it 512"),
-        ({"init_capacity": 1024}, "init_capacity=1024 of dynamic table 'a' is lowered to 512"),
+        ({"max_capacity": 333}, "max_capacity=333 of dynamic table 'a' has no effect: num_embeddings makes it 768"),
+        ({"init_capacity": 1024}, "init_capacity=1024 of dynamic table 'a' is lowered to 768"),
     ],
 )
 def test_c27_capacities_that_the_config_overrules_warn(options: dict[str, int], message: str) -> None:

@@ -9,7 +9,15 @@ import torch
 
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
-from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.relocation import rebuild
+from dynamicemb.table.scores import (
+    SCORE_COMPOUND,
+    SCORE_CUSTOMIZED,
+    SCORE_LFU,
+    SCORE_NO_EVICTION,
+    SCORE_STEP,
+    SCORE_TIMESTAMP,
+)
 from dynamicemb.table.triton.missing import Missing
 from tests.conftest import reason_to_skip
 from tests.twins import EXTREME, TENSORS, Twins, draw, strategies_of
@@ -51,7 +59,7 @@ CASES = [
     (SCORE_COMPOUND, 2, 32, 2),
     ((SCORE_STEP, SCORE_TIMESTAMP), 2, 16, 2),
     ((SCORE_LFU, SCORE_CUSTOMIZED, SCORE_TIMESTAMP), 3, 16, 2),
-    ((SCORE_COMPOUND, SCORE_STEP, SCORE_LFU), 3, 32, 1),
+    ((SCORE_COMPOUND, SCORE_STEP, SCORE_NO_EVICTION), 3, 32, 1),
 ]
 EVERY = (SCORE_COMPOUND, *range(SCORE_COMPOUND))
 CUDA_CASES = [
@@ -125,7 +133,7 @@ def run_in_order(backend: str, case: tuple, steps: int) -> None:
             assert torch.equal(twins.gpu.call("erase", gone, gone_ranges), twins.cpu.call("erase", gone, gone_ranges))
         if step % 6 == 5 or steps - step == 1:
             for side in (twins.cpu, twins.gpu):
-                side.call("rebuild", step % tables)
+                rebuild(side.index, side.kernels, step % tables)
         twins.assert_equal()
     twins.gpu.check()
     counters = twins.cpu.index.counters.sum(0)
@@ -264,7 +272,13 @@ def test_scan_lists_what_has_at_least_a_score(backend: str, on_gpu: bool) -> Non
 
 
 def test_c10_a_step_advances_the_clock_on_unix_time(backend: str, on_gpu: bool) -> None:
-    for tables, strategy in ((1, SCORE_TIMESTAMP), (3, SCORE_STEP), (10, SCORE_LFU), (10, EVERY)):
+    for tables, strategy in (
+        (1, SCORE_TIMESTAMP),
+        (2, SCORE_NO_EVICTION),
+        (3, SCORE_STEP),
+        (10, SCORE_LFU),
+        (10, EVERY),
+    ):
         twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [16] * tables, 16, strategy)
         last = 0
         for step in range(1, 300 if on_gpu else 4):
@@ -273,11 +287,11 @@ def test_c10_a_step_advances_the_clock_on_unix_time(backend: str, on_gpu: bool) 
             assert (clock[STEP], clock[OLDEST]) == (step, max(1, step - 2))
             assert clock[NOW] > last and abs(clock[NOW] - time.time_ns()) < 60e9
             last = clock[NOW]
-            left = {SCORE_TIMESTAMP: last, SCORE_STEP: step}
+            left = {SCORE_TIMESTAMP: last, SCORE_NO_EVICTION: last, SCORE_STEP: step}
             assert twins.gpu.index.score_values.tolist() == [left.get(s, 0) for s in strategies_of(strategy, tables)]
             # No training forward.
             twins.gpu.kernels.advance(twins.gpu.index, 2, False)
-            left[SCORE_TIMESTAMP] = last = int(twins.gpu.index.clock[NOW])
+            left[SCORE_TIMESTAMP] = left[SCORE_NO_EVICTION] = last = int(twins.gpu.index.clock[NOW])
             twins.gpu.index.clock[STEP] -= 1
             assert twins.gpu.index.score_values.tolist() == [left.get(s, 0) for s in strategies_of(strategy, tables)]
 
@@ -339,7 +353,7 @@ def test_c10_a_rebuild_moves_scores_and_stamps_with_their_ids(backend: str, on_g
     for side in (twins.cpu, twins.gpu):
         side.call("erase", torch.arange(0, 48, 2), torch.tensor([0, 24]))
         old = slots_of_ids(side)
-        side.call("rebuild", 0)
+        rebuild(side.index, side.kernels, 0)
         new = slots_of_ids(side)
         assert old.keys() == new.keys() == set(range(1, 48, 2))
         assert sum(old[key][0] != new[key][0] for key in old) > 5

@@ -10,6 +10,7 @@ from dynamicemb.table.index import CLAMPED, MOVED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import DIGEST_ERASED, POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
 from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import SCORE_STEP
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
@@ -294,7 +295,7 @@ def test_rows_that_have_moved_are_found(kernels, device):
     # Nothing protects the erased slots any more.
     cpu.advance(index, 0)
     for table in range(3):
-        cpu.rebuild(index, table)
+        rebuild(index, cpu, table)
     assert bool((index.rows != rows)[index.digests > DIGEST_ERASED].any())
     mine, own = copy_index(index, device), copy_store(store, device)
     out = kernels.find_and_gather(

@@ -22,6 +22,7 @@ from numba import njit
 from benchmarks.studies.markdown import markdown
 from dynamicemb import DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.capacity import bucket_layout
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from dynamicemb.table.layout import fmix64, locate
 
@@ -58,15 +59,19 @@ def lost_by_rule(ids: np.ndarray, num_buckets: int, bucket: int) -> int:
     return int(np.maximum(counts - bucket, 0).sum())
 
 
-def lost_in_table(ids: np.ndarray, capacity: int, bucket: int, batch: int) -> tuple[int, int]:
-    """Return how many ids a real table evicted and how many failed, when these ids come ``batch`` at a time."""
-    options = DynamicEmbTableOptions(dim=4, max_capacity=capacity, bucket_capacity=bucket)
+def lost_in_table(ids: np.ndarray, num_rows: int, bucket: int | None, batch: int) -> tuple[int, int]:
+    """Return how many ids a real table evicted and how many failed, when these ids come ``batch`` at a time.
+
+    ``bucket`` is the table's ``bucket_capacity``: with None it may have slots to spare.
+    """
+    options = DynamicEmbTableOptions(dim=4, max_capacity=num_rows, bucket_capacity=bucket)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = BatchedDynamicEmbeddingTablesV2(
             [options], table_names=["t"], pooling_mode=DynamicEmbPoolingMode.NONE, device="cpu", seed=1
         )
-    assert module.tables.capacities == [capacity]
+    num_buckets, size = bucket_layout(num_rows, bucket)
+    assert module.tables.capacities == [num_buckets * size]
     with torch.no_grad():
         for part in torch.from_numpy(ids).split(batch):
             module(part, torch.arange(part.numel() + 1))
@@ -204,15 +209,29 @@ def headroom(trials: int) -> None:
             cells = [f"{lost[worst]:.2g} ({sizes[worst]} rows)", *(f"{value:.2g}" for value in lost[-3:])]
             lines.append([f"{float(factor):.3g}", load, *cells])
     print(markdown("Ids lost, expected, when so many ids per row have come", header, lines))
-    totals = [0, 0, 0]
-    for num_rows in (200, 384, 1000, 2048, 4096):
-        capacity = with_headroom(num_rows, Fraction(3, 2)) * 128
-        for seed in range(trials):
-            ids = random_ids(num_rows, seed)
-            totals[0] += sum(lost_in_table(ids, capacity, 128, 64)) + sum(lost_in_table(ids, capacity, 128, num_rows))
-            totals[1] += 2
-            totals[2] += 2 * num_rows
-    print(f"Real tables with 1.5 slots per row: {totals[1]} filled with {totals[2]} ids, {totals[0]} lost\n")
+    spare_slots(trials)
+
+
+def spare_slots(trials: int) -> None:
+    """Print what real tables lose of as many ids as rows, with buckets of 128 and with the size left open."""
+    lines = []
+    for num_rows in (128, 200, 384, 1000, 2048, 4096, 16384):
+        cells: list[object] = [num_rows]
+        for bucket in (128, None):
+            num_buckets, size = bucket_layout(num_rows, bucket)
+            losses = np.zeros((trials, 2))
+            for seed in range(trials):
+                ids = random_ids(num_rows, seed)
+                losses[seed] = [sum(lost_in_table(ids, num_rows, bucket, batch)) for batch in (64, num_rows)]
+            worst = f"{int(losses.max())} of {num_rows}"
+            cells += [num_buckets * size, f"{losses[:, 0].mean():.3g}", f"{losses[:, 1].mean():.3g}", worst]
+        lines.append(cells)
+    header = ["rows"]
+    for name in ("128", "None"):
+        header += [f"bucket_capacity={name}: slots", "64 ids a step", "all ids in one", "worst"]
+    print(
+        markdown(f"Ids lost by real tables, mean and worst of {trials}, when as many ids as rows come", header, lines)
+    )
 
 
 def ranks() -> None:

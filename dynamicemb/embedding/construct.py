@@ -22,13 +22,21 @@ from dynamicemb.table.growth import GrowthLimits
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, NEVER, STAMP_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
-from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import (
+    SCORE_COMPOUND,
+    SCORE_CUSTOMIZED,
+    SCORE_LFU,
+    SCORE_NO_EVICTION,
+    SCORE_STEP,
+    SCORE_TIMESTAMP,
+)
 
 _SCORES = {
     DynamicEmbScoreStrategy.TIMESTAMP: SCORE_TIMESTAMP,
     DynamicEmbScoreStrategy.STEP: SCORE_STEP,
     DynamicEmbScoreStrategy.CUSTOMIZED: SCORE_CUSTOMIZED,
     DynamicEmbScoreStrategy.LFU: SCORE_LFU,
+    DynamicEmbScoreStrategy.NO_EVICTION: SCORE_NO_EVICTION,
 }
 
 
@@ -100,7 +108,7 @@ def check_options(
         if not isinstance(option, DynamicEmbTableOptions):
             raise TypeError(f"table_options of {name!r} must be a DynamicEmbTableOptions, got {type(option).__name__}")
         option.validate()
-        for field in ("dim", "max_capacity"):
+        for field in ("dim", "init_capacity" if _grows_without_limit(option) else "max_capacity"):
             if getattr(option, field) is None:
                 raise ValueError(f"{field} of table {name!r} is not set; give DynamicEmbTableOptions({field}=...)")
         if option.score_strategy is None:
@@ -193,10 +201,7 @@ def build_group(
 ) -> TableGroup:
     """Allocate the tables of a module; ``options`` must have been checked."""
     first = options[0]
-    layouts = [
-        growing_bucket_layout(o.init_capacity or _set(o.max_capacity), _set(o.max_capacity), o.bucket_capacity)
-        for o in options
-    ]
+    layouts = [_layout(option) for option in options]
     buckets = {bucket for _, _, bucket in layouts}
     if len(buckets) > 1:
         raise ValueError(
@@ -209,7 +214,7 @@ def build_group(
             warnings.warn(f"table {name!r}: {field}={value!r} has no effect: {reason}", UserWarning, stacklevel=3)
     strategies = tuple(_score(option) for option in options)
     capacities = [num * bucket for num, _, bucket in layouts]
-    max_capacities = [num * bucket for _, num, bucket in layouts]
+    max_capacities = [None if num is None else num * bucket for _, num, bucket in layouts]
     growth = None
     if capacities != max_capacities:
         growth = GrowthLimits(max_capacities, [float(o.max_load_factor) for o in options])
@@ -265,9 +270,7 @@ def _check_gpu_memory(
 def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[str, str]:
     """Return the options that are set and have no effect, and why."""
     reasons = {}
-    init, most, _ = growing_bucket_layout(
-        option.init_capacity or _set(option.max_capacity), _set(option.max_capacity), option.bucket_capacity
-    )
+    init, most, _ = _layout(option)
     if init == most:
         reasons["max_load_factor"] = "the table does not grow; set init_capacity below max_capacity, or leave it"
     if not option.training:
@@ -281,6 +284,16 @@ def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[
         del reasons["global_hbm_for_values"]
     defaults = {field.name: field.default for field in fields(option) if field.default is not MISSING}
     return {name: why for name, why in reasons.items() if getattr(option, name) != defaults[name]}
+
+
+def _grows_without_limit(option: DynamicEmbTableOptions) -> bool:
+    return option.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
+
+
+def _layout(option: DynamicEmbTableOptions) -> tuple[int, int | None, int]:
+    """Return ``growing_bucket_layout`` of a table."""
+    init = _set(option.init_capacity or option.max_capacity)
+    return growing_bucket_layout(init, option.max_capacity, option.bucket_capacity)
 
 
 def _score(option: DynamicEmbTableOptions) -> int:

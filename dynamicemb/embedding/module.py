@@ -30,7 +30,7 @@ from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
-from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_TIMESTAMP
+from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
 
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,7 +93,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         """Allocate the tables.
 
         Args:
-            table_options: one per table; ``dim`` and ``max_capacity`` must be set.
+            table_options: one per table; ``dim`` and ``max_capacity`` (NO_EVICTION: ``init_capacity``) must be set.
             table_names: distinct names; the initial values of rows depend on them. None: ``table_0``, ``table_1``, ...
             feature_table_map: the table of each feature, in order; None is one feature per table.
             use_index_dedup: accepted for TorchRec; repeated ids need no preparation here.
@@ -406,11 +406,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def get_score(self) -> dict[str, int]:
         """Return, per table, a threshold: ids touched from now on have at least this score.
 
-        TIMESTAMP, alone or with LFU: the present time in Unix nanoseconds. STEP: the number of the next training
-        forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
+        TIMESTAMP, alone or with LFU, and NO_EVICTION (ids inserted from now on): the present time in Unix nanoseconds.
+        STEP: the number of the next training forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
         """
         group = self._group
-        timed = [strategy in (SCORE_TIMESTAMP, SCORE_COMPOUND) for strategy in group.options.strategies]
+        timed = [strategy in TIMED_SCORES for strategy in group.options.strategies]
         now = group.now() if any(timed) else 0
         return {name: now if timed[t] else group.get_score(t) for t, name in enumerate(group.names)}
 

@@ -16,9 +16,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
+from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.optimizer import EmbOptimType
 from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints
-from dynamicemb.sharding.table_sizes import TableMemory, table_memory, table_options_on_rank
+from dynamicemb.sharding.table_sizes import TableMemory, grows, slots_on_rank, table_memory, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import optimizer_of_parameter, remember_search_space
 
 
@@ -77,12 +78,25 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
         config = _config_of(option.module[1], option.name)
         options = table_options_on_rank(config, constraint.dynamicemb_options, self._world_size)
         occurrences = self._batch_size * sum(option.input_lengths)
-        memory = table_memory(option.name, options, optimizer, occurrences, self._compute_device)
+        _, slots, _ = slots_on_rank(config, constraint.dynamicemb_options, self._world_size)
+        grown = self._grows_beside(option.module[1], constraint.dynamicemb_options)
+        memory = table_memory(option.name, options, optimizer, occurrences, self._compute_device, slots, grown)
         self.memory[option.name] = memory
         for rank, shard in enumerate(option.shards):
-            shard.size = [options.max_capacity, options.dim]
-            shard.offset = [rank * memory.num_slots, 0]
+            shard.size = [slots, options.dim]
+            shard.offset = [rank * slots, 0]
             shard.storage = Storage(hbm=memory.hbm_bytes, ddr=memory.host_bytes)
+
+    def _grows_beside(self, collection: Any, options: DynamicEmbTableOptions) -> bool:
+        """Say whether a table grows that shares a module with one of these options, or is it."""
+        for config in _configs_of(collection):
+            constraint = self._user_constraints.get(config.name)
+            if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
+                # Options are equal where TorchRec gives tables to one module.
+                others = constraint.dynamicemb_options
+                if others == options and grows(config, others, self._world_size):
+                    return True
+        return False
 
 
 def _for_torchrec(constraint: ParameterConstraints) -> ParameterConstraints:
@@ -96,6 +110,11 @@ def _for_torchrec(constraint: ParameterConstraints) -> ParameterConstraints:
     return constraint
 
 
+def _configs_of(module: Any) -> list[Any]:
+    bags = hasattr(module, "embedding_bag_configs")
+    configs: list[Any] = module.embedding_bag_configs() if bags else module.embedding_configs()
+    return configs
+
+
 def _config_of(module: Any, table: str) -> Any:
-    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
-    return next(config for config in configs if config.name == table)
+    return next(config for config in _configs_of(module) if config.name == table)

@@ -30,6 +30,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.sharding.check_sharders import check_planned, check_sharders
 from dynamicemb.sharding.constraints import (
@@ -38,7 +39,7 @@ from dynamicemb.sharding.constraints import (
     has_idle_options,
 )
 from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
-from dynamicemb.sharding.table_sizes import MAX_GROUP_SLOTS, TableMemory, table_options_on_rank
+from dynamicemb.sharding.table_sizes import TableMemory, slots_on_rank, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import make_topology
 
 logger = logging.getLogger(__name__)
@@ -86,12 +87,17 @@ class DynamicEmbeddingShardingPlanner:
         self._topology = topology or _default_topology()
         self._batch_size = batch_size or _DEFAULT_BATCH_SIZE
         self._options: dict[str, DynamicEmbTableOptions] = {}
+        # Of each dynamic table, on one rank.
+        self._slots: dict[str, int] = {}
         for name, constraint in constraints.items():
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 _check_constraint(name, constraint)
                 options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
                 _warn_about_capacities(name, constraint.dynamicemb_options, options)
                 self._options[name] = options
+                _, self._slots[name], _ = slots_on_rank(
+                    configs[name], constraint.dynamicemb_options, self._topology.world_size
+                )
             elif has_idle_options(constraint):
                 warnings.warn(
                     f"table {name!r} is static and ignores dynamicemb_options; set use_dynamicemb=True",
@@ -187,7 +193,7 @@ class DynamicEmbeddingShardingPlanner:
         for module_plan in plan.plan.values():
             group, slots_in_group = 0, 0
             for name in [name for name in module_plan if name in self._options]:
-                slots = self._options[name].max_capacity or 0
+                slots = self._slots[name]
                 if slots_in_group + slots > MAX_GROUP_SLOTS:
                     group, slots_in_group = group + 1, 0
                 slots_in_group += slots
@@ -197,7 +203,7 @@ class DynamicEmbeddingShardingPlanner:
     def _parameter_sharding(self, name: str, group: int, planned: Any) -> DynamicEmbParameterSharding:
         # A copy: modules may complete their options.
         options = dataclasses.replace(self._options[name])
-        world_size, rows = self._topology.world_size, options.max_capacity or 0
+        world_size, rows = self._topology.world_size, self._slots[name]
         shards = [
             ShardMetadata(
                 shard_sizes=[rows, options.dim],
@@ -229,7 +235,7 @@ def _sendable(error: Exception) -> Exception:
 
 def memory_report(memory: dict[str, TableMemory]) -> str:
     """Return a table of what the dynamic tables take on one rank, in MiB."""
-    columns = ("index", "score", "row", "state", "scratch")
+    columns = ("index", "score", "row", "state", "scratch", "growth")
     lines = [f"{'dynamic table':<32}{'slots':>14}" + "".join(f"{c:>12}" for c in (*columns, "HBM", "host")) + "  MiB"]
     for table in memory.values():
         sizes = [*(getattr(table, f"{column}_bytes") for column in columns), table.hbm_bytes, table.host_bytes]
@@ -283,7 +289,7 @@ def _warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: Dy
             UserWarning,
             stacklevel=3,
         )
-    if given.init_capacity is not None and given.init_capacity > (planned.max_capacity or 0):
+    if given.init_capacity is not None and planned.max_capacity and given.init_capacity > planned.max_capacity:
         warnings.warn(
             f"init_capacity={given.init_capacity} of dynamic table {name!r} is lowered to {planned.max_capacity}, the "
             "most rows that num_embeddings allows on each rank; lower init_capacity",

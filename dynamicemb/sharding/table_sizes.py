@@ -2,16 +2,18 @@
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dynamicemb.capacity import growing_bucket_layout
+from dynamicemb.capacity import DEFAULT_BUCKET_CAPACITY, MAX_GROUP_SLOTS, growing_bucket_layout
 from dynamicemb.dynamicemb_config import (
     DEFAULT_INDEX_TYPE,
     MAX_DIM,
     WEIGHT_DTYPES,
+    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     complete_initializer_args,
     data_type_to_dtype,
@@ -20,13 +22,13 @@ from dynamicemb.dynamicemb_config import (
 from dynamicemb.optimizer import get_optimizer_state_dim
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.ownership import check_routing
+from dynamicemb.table.relocation import GROWTH_BYTES_PER_SLOT
 
 # A compound strategy has a second score column.
 SCORE_BYTES = 8
 # What a step takes per occurrence beside inputs, outputs and gradients: on the CPU id, row, list link, grouping order
 # and key; on a GPU 64 at the peak of a sequence step (measured), and a reserve for pooling and sums of hot rows.
 SCRATCH_BYTES_PER_OCCURRENCE = {"cpu": 8 + 4 + 4 + 8 + 4, "cuda": 80}
-MAX_GROUP_SLOTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class TableMemory:
         row_bytes: weights, with the padding of a row.
         state_bytes: optimizer state.
         scratch_bytes: per-step memory for one batch of the expected size.
+        growth_bytes: what the table takes, beside the new slots, while it or another one of its module grows.
         hbm_bytes: the part of all this in GPU memory.
         host_bytes: the rest.
     """
@@ -52,6 +55,7 @@ class TableMemory:
     row_bytes: int
     state_bytes: int
     scratch_bytes: int
+    growth_bytes: int
     hbm_bytes: int
     host_bytes: int
 
@@ -87,25 +91,49 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
             f"embedding_dtype={options.embedding_dtype} of table {name!r} differs from data_type={config.data_type}; "
             "leave embedding_dtype None"
         )
-    rows = -(-config.num_embeddings // world_size)
-    init = rows if options.init_capacity is None else min(options.init_capacity, rows)
-    init_buckets, num_buckets, bucket = growing_bucket_layout(init, rows, options.bucket_capacity)
-    if num_buckets * bucket > MAX_GROUP_SLOTS:
+    init, most, bucket = slots_on_rank(config, options, world_size)
+    if most > MAX_GROUP_SLOTS:
         raise ValueError(
-            f"num_embeddings={config.num_embeddings} of table {name!r} needs {num_buckets * bucket} slots on each of "
+            f"num_embeddings={config.num_embeddings} of table {name!r} needs {most} slots on each of "
             f"{world_size} ranks, at most {MAX_GROUP_SLOTS} are possible; use more ranks or a smaller num_embeddings"
         )
     return dataclasses.replace(
         copy.copy(options),
         bucket_capacity=bucket,
-        max_capacity=num_buckets * bucket,
-        init_capacity=init_buckets * bucket,
+        max_capacity=None if _grows_without_limit(options) else most,
+        init_capacity=init,
         local_hbm_for_values=options.local_hbm_for_values or -(-options.global_hbm_for_values // world_size),
         dim=config.embedding_dim,
         embedding_dtype=dtype,
         index_type=options.index_type or DEFAULT_INDEX_TYPE,
         initializer_args=complete_initializer_args(options.initializer_args, embedding_config=config),
     )
+
+
+def slots_on_rank(config: Any, options: DynamicEmbTableOptions, world_size: int) -> tuple[int, int, int]:
+    """Return the slots of one rank's share of a table at first, those that are planned for, and those of a bucket.
+
+    A table without a limit (NO_EVICTION) is planned for the slots that ``num_embeddings`` ids want at its load factor.
+    It may begin with more, and go on.
+    """
+    rows, bucket_capacity = -(-config.num_embeddings // world_size), options.bucket_capacity
+    if _grows_without_limit(options):
+        bucket_capacity = bucket_capacity or DEFAULT_BUCKET_CAPACITY
+        rows = max(math.ceil(rows / options.max_load_factor), options.init_capacity or 0)
+    init = min(options.init_capacity or rows, rows)
+    init, most, bucket = growing_bucket_layout(init, rows, bucket_capacity, world_size)
+    assert most is not None
+    return init * bucket, most * bucket, bucket
+
+
+def grows(config: Any, options: DynamicEmbTableOptions, world_size: int) -> bool:
+    """Return whether a table may become larger than it is at first, as far as it is planned for."""
+    init, most, _ = slots_on_rank(config, options, world_size)
+    return init < most or _grows_without_limit(options)
+
+
+def _grows_without_limit(options: DynamicEmbTableOptions) -> bool:
+    return options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
 
 
 def _check_config(config: Any) -> None:
@@ -125,7 +153,13 @@ def _check_config(config: Any) -> None:
 
 
 def table_memory(
-    name: str, options: DynamicEmbTableOptions, optimizer: Any, occurrences: float, device_type: str
+    name: str,
+    options: DynamicEmbTableOptions,
+    optimizer: Any,
+    occurrences: float,
+    device_type: str,
+    slots: int,
+    grows: bool = False,
 ) -> TableMemory:
     """Return the bytes of a table on one rank.
 
@@ -135,9 +169,11 @@ def table_memory(
         optimizer: EmbOptimType.
         occurrences: expected occurrences of the table's ids per step that reach a rank.
         device_type: "cpu" or "cuda"; all memory of a table is that of its device, until rows can be in host memory.
+        slots: those that are planned for, as `slots_on_rank` returns them.
+        grows: whether this table grows, or another one of its module.
     """
-    slots, dim, dtype = options.max_capacity, options.dim, options.embedding_dtype
-    assert slots is not None and dim is not None and dtype is not None
+    dim, dtype = options.dim, options.embedding_dtype
+    assert dim is not None and dtype is not None
     num_state = get_optimizer_state_dim(optimizer, dim, dtype)
     num_scores = len(options.score_strategy) if isinstance(options.score_strategy, tuple) else 1
     state = slots * num_state * torch.float32.itemsize
@@ -145,6 +181,8 @@ def table_memory(
     index = slots * (INDEX_BYTES_PER_SLOT - SCORE_BYTES)
     scores = slots * SCORE_BYTES * num_scores
     scratch = int(occurrences * SCRATCH_BYTES_PER_OCCURRENCE[device_type])
-    total = index + scores + rows + state + scratch
+    # Growth copies the index of the whole module.
+    growth = index + scores + slots * GROWTH_BYTES_PER_SLOT if grows else 0
+    total = index + scores + rows + state + scratch + growth
     hbm = 0 if device_type == "cpu" else total
-    return TableMemory(name, slots, index, scores, rows, state, scratch, hbm, total - hbm)
+    return TableMemory(name, slots, index, scores, rows, state, scratch, growth, hbm, total - hbm)

@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 
+from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.growth import Growth, GrowthLimits, make_room
+from dynamicemb.table.crowding import roomy_factor
+from dynamicemb.table.growth import Growth, GrowthLimits, grow_by, make_room
 from dynamicemb.table.index import DROPPED, EXPIRED, NOW, SEEN, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import DIGEST_ERASED, FeatureLayout
 from dynamicemb.table.lookup import Lookup
-from dynamicemb.table.plan import InsertPlan, plan_inserts
+from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
+from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
 
-MAX_SLOTS = 2**31 - 1
 # Erased slots lengthen probes; a table is rebuilt when they exceed this share.
 _REBUILD_SHARE = 4
 
@@ -85,10 +87,11 @@ class TableGroup:
         Raises:
             ValueError: the group has more slots than a 32-bit row id can name.
         """
-        most = capacities if growth is None else growth.max_capacities
-        if sum(most) > MAX_SLOTS:
+        most: list[int | None] = [*capacities] if growth is None else growth.max_capacities
+        slots = sum(now if last is None else last for now, last in zip(capacities, most, strict=True))
+        if slots > MAX_GROUP_SLOTS:
             raise ValueError(
-                f"max_capacity: the tables {names} have {sum(most)} slots together, more than {MAX_SLOTS}; "
+                f"max_capacity: the tables {names} have {slots} slots together, more than {MAX_GROUP_SLOTS}; "
                 "lower the capacities or give the tables to several modules"
             )
         self.kernels = kernels_for(device)
@@ -108,7 +111,7 @@ class TableGroup:
             options.ttls,
         )
         self.counter_reader = CounterReader(self.index)
-        self.growth = None if growth is None else Growth(names, growth, self.counter_reader)
+        self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.counter_reader)
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
@@ -158,15 +161,15 @@ class TableGroup:
             self._make_room(ids, lambda: layout.table_ranges(offsets))
 
     def _make_room(self, ids: torch.Tensor, ranges_of: Callable[[], torch.Tensor]) -> None:
-        def num_new(tables: list[int]) -> list[int]:
+        def new(tables: list[int]) -> list[torch.Tensor]:
             ranges = ranges_of()
             missing = self.find(ids, ranges) < 0
             bounds = ranges.tolist()
             parts = [slice(bounds[t], bounds[t + 1]) for t in tables]
-            return [torch.unique(ids[part][missing[part]]).numel() for part in parts]
+            return [torch.unique(ids[part][missing[part]]) for part in parts]
 
         assert self.growth is not None
-        make_room(self.growth, self.index, self.store, self.kernels, self.capacities, ids.numel(), num_new)
+        make_room(self.growth, self.index, self.store, self.kernels, self.capacities, self.steps, ids.numel(), new)
 
     # Lookups
 
@@ -219,13 +222,33 @@ class TableGroup:
     def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:
         """Count, for each of ``tables``, the inserts of a batch that would fail; waits.
 
-        Changes no id, score or row; but tables that may grow get the room that the batch wants.
+        Changes no id, score or row; but tables that may grow get the room that the batch wants, and grow also rather
+        than let an id fail.
         """
         if self.growth is not None:
             self._make_room(ids, lambda: table_ranges)
         self.observe_time()
         rows = self.find(ids, table_ranges)
-        return plan_inserts(self.index, ids, table_ranges, rows, self.steps.next_lag(), tables)
+        lag = self.steps.next_lag()
+        plans = plan_inserts(self.index, ids, table_ranges, rows, lag, tables)
+        growable = [] if self.growth is None else self.growth.growable(self.capacities)
+        failing = [plan.table for plan in plans if plan.failed and plan.table in growable]
+        for table in failing:
+            self._grow_to_place(table, ids, table_ranges, rows)
+        return plan_inserts(self.index, ids, table_ranges, rows, lag, tables) if failing else plans
+
+    def _grow_to_place(self, table: int, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> None:
+        """Grow a table so far that all ids of a batch find slots in it, if that is possible; waits."""
+        growth, capacity = self.growth, self.capacities[table]
+        assert growth is not None
+        begin, end = table_ranges[table : table + 2].tolist()
+        missing = torch.unique(ids[begin:end][rows[begin:end] < 0])
+        most = growth.last_factor(table, capacity, growth.ask()[table] + missing.numel())
+        taken = taken_slots(self.index, self.steps.next_lag(), rows[rows >= 0])
+        factor = roomy_factor(self.index, table, missing, taken, 1, most)
+        if factor is not None:
+            args = (growth, self.index, self.store, self.kernels)
+            self.capacities[table] *= grow_by(*args, table, capacity, factor)
 
     def plan_import(self, table: int, ids: torch.Tensor) -> InsertPlan:
         """Do what ``plan_inserts`` does, for ids of one table."""
@@ -319,9 +342,11 @@ class TableGroup:
         """Note that ids are gone; rebuild a table in which too many slots are erased."""
         self.epoch += 1
         if count:
+            if self.growth is not None:
+                self.growth.erased(table, count, self.steps.current)
             digests = self._slots_of(table, self.index.digests)
             if int((digests == DIGEST_ERASED).sum()) * _REBUILD_SHARE > digests.numel():
-                self.kernels.rebuild(self.index, table)
+                rebuild(self.index, self.kernels, table)
 
     def assign(self, table: int, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Insert or overwrite ids with given weights; optimizer state of new ids starts at its initial value.

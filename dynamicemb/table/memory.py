@@ -27,3 +27,11 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device, zero: bool = F
         raw = (torch.zeros if zero else torch.empty)(padded, dtype=dtype, device=device)
     begin = -raw.data_ptr() % ALIGNMENT // dtype.itemsize
     return raw[begin : begin + size]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory has ended: NumPy's, torch's on a GPU, or torch's on the CPU."""
+    # On the CPU torch raises a plain RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

@@ -4,16 +4,17 @@ Torch operators only, so one text serves every device. It counts, it does not pl
 decides which of them fail, never how many.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from dynamicemb.table.index import STEP, Index
-from dynamicemb.table.layout import DIGEST_EMPTY
+from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.ownership import fmix64
 
 # Slots looked at in one go, about 20 bytes of scratch memory each.
-_SLOTS_AT_A_TIME = 2**22
+SLOTS_AT_A_TIME = 2**22
 
 
 class InsertPlan(NamedTuple):
@@ -54,8 +55,7 @@ def plan_inserts(
     positions = (rows < 0).nonzero().flatten()
     owners = torch.searchsorted(table_ranges, positions, right=True) - 1
     buckets, demand = _demand(_bucket_of(index, ids[positions], owners), ids[positions])
-    oldest = (index.clock[STEP] + 1 - lag).clamp(min=1)
-    room = _room(index, buckets, rows[rows >= 0], oldest)
+    room = _room(index, buckets, taken_slots(index, lag, rows[rows >= 0]))
     owners = torch.searchsorted(index.bucket_offsets, buckets, right=True) - 1
     counts = torch.zeros(2, index.num_tables, dtype=torch.int64, device=ids.device)
     counts.index_add_(1, owners, torch.stack([(demand - room).clamp(min=0), demand]))
@@ -64,10 +64,15 @@ def plan_inserts(
 
 
 def _bucket_of(index: Index, ids: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Return the bucket of each id, counted over all tables; ``layout`` has the rule."""
+    """Return the bucket of each id, counted over all tables."""
     first = index.bucket_offsets[tables]
+    return first + bucket_hashes(ids) % (index.bucket_offsets[tables + 1] - first)
+
+
+def bucket_hashes(ids: torch.Tensor) -> torch.Tensor:
+    """Return what the number of buckets divides to give the bucket of each id, i64 ``[N]``; ``layout`` has the rule."""
     # An int64 shift copies the sign; the mask takes the copies away, and what is left is not negative.
-    return first + ((fmix64(ids) >> 20) & (2**44 - 1)) % (index.bucket_offsets[tables + 1] - first)
+    return (fmix64(ids) >> 20) & (2**44 - 1)
 
 
 def _demand(buckets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,22 +85,32 @@ def _demand(buckets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, tor
     return torch.unique_consecutive(buckets[first], return_counts=True)
 
 
-def _room(index: Index, buckets: torch.Tensor, hits: torch.Tensor, oldest: torch.Tensor) -> torch.Tensor:
-    """Return how many slots of each bucket a new id may take, i64 ``[A]``.
+def _room(index: Index, buckets: torch.Tensor, is_taken: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return how many slots of each bucket a new id may take, i64 ``[A]``; ``is_taken`` is of ``taken_slots``."""
+    parts = buckets.split(max(1, SLOTS_AT_A_TIME // index.bucket_capacity))
+    return torch.cat([index.bucket_capacity - is_taken(part).sum(1) for part in parts])
+
+
+def taken_slots(index: Index, lag: int, hits: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what says which slots of buckets i64 ``[A]`` a new id may not take, bool ``[A, bucket_capacity]``.
 
     Args:
         index: the group's index.
-        buckets: i64 ``[A]``.
-        hits: rows of the ids that the batch finds; the step will protect them.
-        oldest: tag of the oldest protected step.
+        lag: how many steps before the next one the oldest protected step will be.
+        hits: rows of the ids that the batch finds; the step will protect them. None: no id may be evicted.
     """
-    hit = torch.zeros(int(index.rows.max()) + 1, dtype=torch.bool, device=hits.device)
-    hit[hits.long()] = True
+    oldest = (index.clock[STEP] + 1 - lag).clamp(min=1)
     shape = (-1, index.bucket_capacity)
     digests, tags, rows = (tensor.view(shape) for tensor in (index.digests, index.tags, index.rows))
-    room = [
+    hit = None
+    if hits is not None:
+        hit = torch.zeros(int(index.rows.max()) + 1, dtype=torch.bool, device=hits.device)
+        hit[hits.long()] = True
+
+    def taken(buckets: torch.Tensor) -> torch.Tensor:
         # An erased slot keeps the tag of its last id.
-        ((digests[part] == DIGEST_EMPTY) | ((tags[part] < oldest) & ~hit[rows[part].long()])).sum(1)
-        for part in buckets.split(max(1, _SLOTS_AT_A_TIME // index.bucket_capacity))
-    ]
-    return torch.cat(room)
+        kept = tags[buckets] >= oldest
+        kept |= digests[buckets] > DIGEST_ERASED if hit is None else hit[rows[buckets].long()]
+        return kept & (digests[buckets] != DIGEST_EMPTY)
+
+    return taken

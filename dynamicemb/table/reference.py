@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU
+from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU, SCORE_NO_EVICTION
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -69,6 +69,7 @@ class ReferenceTable:
         """
         self.bucket_capacity = bucket_capacity
         self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
+        self.keeps_scores = strategy == SCORE_NO_EVICTION
         self.new_row = new_row
         self.rank = rank
         self.ttl = ttl
@@ -132,7 +133,7 @@ class ReferenceTable:
         for entry, amount in zip(found, amounts, strict=True):
             self.counts["hits" if entry is not None else "misses"] += 1
             if entry is not None:
-                self._touch(entry, entry.score + amount if self.counts_occurrences else value, tag, now)
+                self._touch(entry, self._next_score(entry, amount, value), tag, now)
         for key in {key for key, entry in zip(keys, found, strict=True) if entry is None}:
             # An expired id that returns has its own slot still, which is free for it and for no other.
             if key in self.bucket(key).entries:
@@ -145,13 +146,18 @@ class ReferenceTable:
                 continue
             entry = self.get(key)
             if entry is not None:
-                self._touch(entry, entry.score + amounts[i] if self.counts_occurrences else value, tag, now)
+                self._touch(entry, self._next_score(entry, amounts[i], value), tag, now)
             else:
                 entry = self._place(key, oldest, now, evicted)
                 if entry is not None:
                     self._touch(entry, amounts[i] if self.counts_occurrences else value, tag, now)
             found[i] = entry
         return found, evicted
+
+    def _next_score(self, entry: Entry, amount: int, value: int) -> int:
+        if self.keeps_scores:
+            return entry.score
+        return entry.score + amount if self.counts_occurrences else value
 
     def _touch(self, entry: Entry, score: int, tag: int, now: int) -> None:
         entry.score, entry.tag, entry.stamp = score, tag, now

@@ -9,6 +9,7 @@ Example: two tables of 48 and 16 rows give ``chunk_shift = 6``; table 0 owns row
 48..63 do not exist: an entry of the chunk table need not be full, and only rows that exist take memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from dynamicemb.table.index import unshared
 from dynamicemb.table.memory import allocate
 
 MAX_ROWS = 2**31 - 1
+# Where a table has no limit, at most this share of all row ids is lost to entries that are not full.
+_LOST_SHARE = 32
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class RowStore:
         formats: list[RowFormat],
         dtype: torch.dtype,
         device: torch.device,
-        max_capacities: list[int] | None = None,
+        max_capacities: Sequence[int | None] | None = None,
     ):
         """Allocate rows for every table; their contents are undefined until initialised.
 
@@ -69,7 +72,7 @@ class RowStore:
             formats: format of each table's rows.
             dtype: dtype of the weights.
             device: where the rows live.
-            max_capacities: rows to which each table may grow; None: none grows.
+            max_capacities: rows to which each table may grow, each None where there is no limit; None: none grows.
 
         Raises:
             ValueError: the row ids of the group do not fit in 31 bits.
@@ -131,6 +134,10 @@ class RowStore:
         if table == len(self.first_rows):
             self.first_rows.append(first_row)
 
+    def can_add(self, table: int, num_rows: int) -> bool:
+        """Return whether row ids are left for so many more rows of a table."""
+        return (len(self._bases) + -(-num_rows >> self.chunk_shift)) << self.chunk_shift <= MAX_ROWS
+
     def allocate_chunk(self, table: int, num_rows: int) -> torch.Tensor:
         """Return memory for more rows of a table, for ``add_chunk``; changes nothing.
 
@@ -177,18 +184,33 @@ class RowStore:
         return sum(chunk.untyped_storage().nbytes() for chunk in self.chunks)
 
 
-def _chunk_shift(capacities: list[int], max_capacities: list[int]) -> int:
-    """Choose the largest chunk that covers the largest table and still gives every chunk to come its own entries."""
+def _chunk_shift(capacities: list[int], max_capacities: Sequence[int | None]) -> int:
+    """Choose the largest chunk that covers the largest table and still gives every chunk to come its own entries.
+
+    Tables without a limit take what row ids there are, in whichever shares. What they may lose is bounded instead: each
+    doubling ends in an entry that is not full, and a table doubles at most until it has all row ids.
+
+    Example: ten tables of 2^20 rows without a limit double 11 times at most, 120 chunks in all; with 2^19 rows to an
+    entry they lose fewer than 2^26 of the 2^31 row ids.
+    """
     shift = max(4, (max(capacities) - 1).bit_length())
-    while shift > 4 and _num_entries(capacities, max_capacities, shift) << shift > MAX_ROWS:
+    limited = [(now, most) for now, most in zip(capacities, max_capacities, strict=True) if most is not None]
+    unlimited = [now for now, most in zip(capacities, max_capacities, strict=True) if most is None]
+    chunks = sum(1 + (MAX_ROWS // now).bit_length() for now in unlimited)
+    while shift > 4 and (_num_entries(limited, shift) << shift > MAX_ROWS or chunks << shift > MAX_ROWS // _LOST_SHARE):
         shift -= 1
     return shift
 
 
-def _num_entries(capacities: list[int], max_capacities: list[int], shift: int) -> int:
-    """Return how many entries of the chunk table fully grown tables need, if each grows by doubling."""
+def _num_entries(capacities: list[tuple[int, int]], shift: int) -> int:
+    """Return how many entries of the chunk table fully grown tables need, if each grows by doubling.
+
+    Args:
+        capacities: rows of each table now and at most.
+        shift: log2 of the rows of an entry.
+    """
     entries = 0
-    for capacity, most in zip(capacities, max_capacities, strict=True):
+    for capacity, most in capacities:
         entries += -(-capacity >> shift)
         while capacity < most:
             entries += -(-capacity >> shift)

@@ -5,13 +5,18 @@ from collections.abc import Sequence
 SCORE_TIMESTAMP = 0
 SCORE_STEP = 1
 SCORE_CUSTOMIZED = 2
+# The time of the step that inserted the id; touches leave it alone.
+SCORE_NO_EVICTION = 3
 # From here on scores count occurrences.
-SCORE_LFU = 3
+SCORE_LFU = 4
 # TIMESTAMP with LFU: the score counts, and a second column holds the time of the last touch.
-SCORE_COMPOUND = 4
+SCORE_COMPOUND = 5
 # In place of the one strategy of a group whose tables have several: some of them count, or none does.
-SCORE_MIXED = 5
-SCORE_MIXED_UNCOUNTED = 6
+SCORE_MIXED = 6
+SCORE_MIXED_UNCOUNTED = 7
+
+# Whose scores, or for the compound one stamps, are times.
+TIMED_SCORES = (SCORE_TIMESTAMP, SCORE_NO_EVICTION, SCORE_COMPOUND)
 
 MAX_SCORE = 2**63 - 1
 
@@ -33,3 +38,8 @@ def counting(strategy: int) -> int:
     if strategy in (SCORE_LFU, SCORE_COMPOUND):
         return COUNT_ALL
     return COUNT_SOME if strategy == SCORE_MIXED else COUNT_NONE
+
+
+def keeping(strategy: int) -> bool:
+    """Return whether some table may keep its scores when ids are touched, for what ``common_strategy`` returns."""
+    return strategy in (SCORE_NO_EVICTION, SCORE_MIXED, SCORE_MIXED_UNCOUNTED)

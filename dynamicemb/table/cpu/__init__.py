@@ -1,7 +1,7 @@
 """Kernels in numba, for tables on the CPU."""
 
 from dynamicemb.table.cpu.advance import advance, observe_time, rebase
-from dynamicemb.table.cpu.erase import erase, rebuild
+from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_and_gather import find_and_gather
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
@@ -30,7 +30,6 @@ __all__ = [
     "pool_weights_grad",
     "read_rows",
     "rebase",
-    "rebuild",
     "relocate",
     "scan",
     "update",

@@ -5,7 +5,14 @@ import time
 import torch
 
 from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import (
+    SCORE_COMPOUND,
+    SCORE_CUSTOMIZED,
+    SCORE_LFU,
+    SCORE_NO_EVICTION,
+    SCORE_STEP,
+    SCORE_TIMESTAMP,
+)
 
 
 def advance(index: Index, lag: int, training: bool = True) -> None:
@@ -20,10 +27,10 @@ def advance(index: Index, lag: int, training: bool = True) -> None:
     clock[STEP] += 1
     clock[OLDEST] = max(1, clock[STEP] - lag)
     clock[NOW] = clock[SEEN] = max(clock[SEEN] + 1, time.time_ns())
-    if SCORE_STEP < index.strategy <= SCORE_COMPOUND:
+    if index.strategy in (SCORE_CUSTOMIZED, SCORE_LFU, SCORE_COMPOUND):
         return
     strategies, values = index.strategies.numpy(), index.score_values.numpy()
-    values[strategies == SCORE_TIMESTAMP] = clock[NOW]
+    values[(strategies == SCORE_TIMESTAMP) | (strategies == SCORE_NO_EVICTION)] = clock[NOW]
     if training:
         values[strategies == SCORE_STEP] += 1
 

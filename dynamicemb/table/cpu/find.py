@@ -7,7 +7,7 @@ from numba import njit, prange
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, lowest_byte, mix
 from dynamicemb.table.cpu.memory import atomic_add_i64, prefetch, read_i32, read_i64, read_u64, write_i32, write_i64
 from dynamicemb.table.cpu.probe import counts as table_counts
-from dynamicemb.table.cpu.probe import expired, index_view, probe
+from dynamicemb.table.cpu.probe import expired, index_view, keeps, probe
 from dynamicemb.table.cpu.threads import launcher, num_parts
 from dynamicemb.table.index import HITS, MISSES, Index
 
@@ -26,7 +26,8 @@ def find(
     """Return the row of every id, and touch what is found.
 
     A touch sets the slot's tag to the current step, its stamp to the step's time where there are stamps, and its score
-    to the table's score value; tables that count (LFU, compound) add the occurrence's frequency to it instead.
+    to the table's score value; tables that count (LFU, compound) add the occurrence's frequency to it instead, and
+    those that never evict while they can grow (NO_EVICTION) leave it alone.
 
     Args:
         index: the group's index.
@@ -86,7 +87,7 @@ def _find_block(view, batch, t, begin, size, touch, places):
     bases, groups, digests = places, places + _BLOCK * 8, places + _BLOCK * 16
     first_bucket = read_i64(view.bucket_offsets, t)
     num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
-    counting = table_counts(view, t)
+    counting, keeping = table_counts(view, t), keeps(view, t)
     for j in range(size):
         h = mix(read_i64(ids, begin + j))
         base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
@@ -116,7 +117,7 @@ def _find_block(view, batch, t, begin, size, touch, places):
                 write_i64(view.stamps, slot, view.now)
             if counting:
                 atomic_add_i64(view.scores + slot * 8, read_i64(frequencies, i) if frequencies != 0 else 1)
-            else:
+            elif not keeping:
                 write_i64(view.scores, slot, read_i64(view.score_values, t))
     return hits
 

@@ -12,7 +12,7 @@ from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
 from dynamicemb.table.cpu.score_function import compile_score
 from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import SCORE_LFU
+from dynamicemb.table.scores import SCORE_LFU, SCORE_NO_EVICTION
 
 
 class IndexView(NamedTuple):
@@ -78,6 +78,12 @@ def expired(view, t, slot):
         return False
     touched = read_i64(view.stamps if view.stamps != 0 else view.scores, slot)
     return touched < view.seen - read_i64(view.ttls, t) and read_i32(view.tags, slot) < view.oldest
+
+
+@njit
+def keeps(view, t):
+    """Return whether touches of table ``t`` leave the score as it is."""
+    return read_i32(view.strategies, t) == SCORE_NO_EVICTION
 
 
 @njit

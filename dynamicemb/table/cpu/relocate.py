@@ -1,4 +1,4 @@
-"""Find new slots for ids whose table gets more buckets."""
+"""Find new slots for ids whose table gets more buckets, or loses its erased slots."""
 
 import torch
 from numba import njit, prange
@@ -11,7 +11,7 @@ from dynamicemb.table.cpu.threads import launcher
 def relocate(
     keys: torch.Tensor, digests: torch.Tensor, kept: torch.Tensor, new_digests: torch.Tensor, bucket_capacity: int
 ) -> torch.Tensor:
-    """Find a slot in a larger table for every slot that is kept, and write its digest there.
+    """Find a slot in a table of as many or more buckets for every slot that is kept, and write its digest there.
 
     An id goes into the first empty slot of its new bucket, in its probe order. The number of buckets is multiplied by a
     whole number f, so bucket b of n is divided among b, b + n, ..., b + (f - 1) n, and no other bucket's ids go there.

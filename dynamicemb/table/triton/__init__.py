@@ -1,7 +1,7 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
 from dynamicemb.table.triton.advance import advance, observe_time, rebase
-from dynamicemb.table.triton.erase import erase, rebuild
+from dynamicemb.table.triton.erase import erase
 from dynamicemb.table.triton.find import find
 from dynamicemb.table.triton.find_and_gather import find_and_gather
 from dynamicemb.table.triton.find_or_insert import find_or_insert
@@ -28,7 +28,6 @@ __all__ = [
     "pool_weights_grad",
     "read_rows",
     "rebase",
-    "rebuild",
     "relocate",
     "scan",
     "update",

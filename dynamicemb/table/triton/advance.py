@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import SCORE_MIXED, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.scores import SCORE_MIXED, SCORE_NO_EVICTION, SCORE_STEP, SCORE_TIMESTAMP
 from dynamicemb.table.triton.launch import launch, padded_tables
 
 _NOW = tl.constexpr(NOW)
@@ -16,6 +16,7 @@ _OLDEST = tl.constexpr(OLDEST)
 _SEEN = tl.constexpr(SEEN)
 _STEP = tl.constexpr(STEP)
 _SCORE_MIXED = tl.constexpr(SCORE_MIXED)
+_SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
 _SCORE_STEP = tl.constexpr(SCORE_STEP)
 _SCORE_TIMESTAMP = tl.constexpr(SCORE_TIMESTAMP)
 
@@ -79,7 +80,7 @@ def advance_clock(
     tl.store(clock_ptr + _NOW, now)
     tl.store(clock_ptr + _SEEN, now)
     t = tl.arange(0, TABLES)
-    if STRATEGY == _SCORE_TIMESTAMP:
+    if (STRATEGY == _SCORE_TIMESTAMP) | (STRATEGY == _SCORE_NO_EVICTION):
         tl.store(score_values_ptr + t, tl.zeros([TABLES], tl.int64) + now, mask=t < num_tables)
     if (STRATEGY == _SCORE_STEP) & TRAINING:
         value = tl.load(score_values_ptr + t, mask=t < num_tables, other=0)
@@ -89,8 +90,8 @@ def advance_clock(
         value = tl.load(score_values_ptr + t, mask=strategy == _SCORE_STEP, other=0)
         if TRAINING:
             value += 1
-        value = tl.where(strategy == _SCORE_TIMESTAMP, now, value)
-        tl.store(score_values_ptr + t, value, mask=(strategy == _SCORE_TIMESTAMP) | (strategy == _SCORE_STEP))
+        timed = (strategy == _SCORE_TIMESTAMP) | (strategy == _SCORE_NO_EVICTION)
+        tl.store(score_values_ptr + t, tl.where(timed, now, value), mask=timed | (strategy == _SCORE_STEP))
 
 
 @triton.jit(do_not_specialize=["lag", "host_time"])

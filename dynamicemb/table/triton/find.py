@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.index import CLAMPED, HITS, MISSES, MOVED, NOW, NUM_COUNTERS, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import COUNT_ALL, COUNT_NONE, COUNT_SOME, SCORE_LFU
+from dynamicemb.table.scores import COUNT_ALL, COUNT_NONE, COUNT_SOME, SCORE_LFU, SCORE_NO_EVICTION, keeping
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
     bucket_of,
@@ -28,6 +28,7 @@ _COUNT_ALL = tl.constexpr(COUNT_ALL)
 _COUNT_NONE = tl.constexpr(COUNT_NONE)
 _COUNT_SOME = tl.constexpr(COUNT_SOME)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
+_SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
 _MOVED = tl.constexpr(MOVED)
 _OLDEST = tl.constexpr(OLDEST)
 _SEEN = tl.constexpr(SEEN)
@@ -92,6 +93,7 @@ def _find(
         "BUCKET": index.bucket_capacity,
         "TOUCH": touch,
         "COUNTING": index.counting,
+        "KEEPING": keeping(index.strategy),
         "STAMPS": index.has_stamps,
         "EXPIRES": index.expires,
         "HAS_FREQUENCIES": frequencies is not None,
@@ -187,8 +189,10 @@ def rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET: t
 
 
 @triton.jit
-def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, COUNTING: tl.constexpr):
+def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, replaces, COUNTING: tl.constexpr):
     """Tag the slots that were hit with the step, and give them the score or, where it counts, add the amount to theirs.
+
+    Scores that neither count nor are replaced stay.
 
     Returns which lanes tagged a slot.
 
@@ -199,7 +203,7 @@ def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, COUNTING
     if COUNTING != _COUNT_NONE:
         tl.atomic_add(scores_ptr + slot, amount, mask=hit & counts, sem="relaxed")
     if COUNTING != _COUNT_ALL:
-        tl.store(scores_ptr + slot, score, mask=fresh & (counts == 0))
+        tl.store(scores_ptr + slot, score, mask=fresh & replaces)
     return fresh
 
 
@@ -228,6 +232,7 @@ def _find_kernel(
     BUCKET: tl.constexpr,
     TOUCH: tl.constexpr,
     COUNTING: tl.constexpr,
+    KEEPING: tl.constexpr,
     STAMPS: tl.constexpr,
     EXPIRES: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
@@ -268,8 +273,11 @@ def _find_kernel(
         counts = tl.full([BLOCK], COUNTING == _COUNT_ALL, tl.int1)
         if COUNTING == _COUNT_SOME:
             counts = tl.load(strategies_ptr + table) >= _SCORE_LFU
+        replaces = counts == 0
+        if KEEPING:
+            replaces = replaces & (tl.load(strategies_ptr + table) != _SCORE_NO_EVICTION)
         fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
-                      tl.load(score_values_ptr + table), counts, COUNTING)  # fmt: skip
+                      tl.load(score_values_ptr + table), counts, replaces, COUNTING)  # fmt: skip
         if STAMPS:
             tl.store(stamps_ptr + slot, tl.load(clock_ptr + NOW_INDEX), mask=fresh)
         count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)

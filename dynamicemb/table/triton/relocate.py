@@ -1,4 +1,4 @@
-"""Find new slots for ids whose table gets more buckets."""
+"""Find new slots for ids whose table gets more buckets, or loses its erased slots."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ _TILE = 512
 def relocate(
     keys: torch.Tensor, digests: torch.Tensor, kept: torch.Tensor, new_digests: torch.Tensor, bucket_capacity: int
 ) -> torch.Tensor:
-    """Find a slot in a larger table for every slot that is kept, and write its digest there; see the CPU twin.
+    """Find a new slot for every slot that is kept, and write its digest there; see the CPU twin.
 
     Args:
         keys: i64 ``[S]`` of the table.
