@@ -27,9 +27,10 @@ FAILED = 4
 ERASED = 5
 DROPPED = 6  # gradients of ids that were gone by the time of backward
 CLAMPED = 7  # offsets and frequencies on a GPU that were out of range
-NUM_COUNTERS = 8
+NON_ADMITTED = 8  # occurrences of ids that got no row because they were not admitted
+NUM_COUNTERS = 9
 COUNTER_NAMES = (
-    "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs",
+    "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs", "non_admitted",
 )  # fmt: skip
 
 # keys, digests, scores, rows, tags.

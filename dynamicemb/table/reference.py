@@ -45,6 +45,61 @@ class Bucket:
     ghosts: list[int] = field(default_factory=list)
 
 
+class Rejected(Entry):
+    """What an id reads that was not admitted; nobody keeps it."""
+
+
+class ReferenceCounter:
+    """Counts of the ids of one table that have no row, as a dict per bucket."""
+
+    def __init__(self, num_buckets: int, bucket_capacity: int):
+        """Make an empty counter of ``num_buckets`` buckets, each of which holds ``bucket_capacity`` ids."""
+        self.bucket_capacity = bucket_capacity
+        self.buckets: list[dict[int, int]] = [{} for _ in range(num_buckets)]
+        self.counts = dict.fromkeys(("evicted", "failed"), 0)
+
+    def counted(self) -> dict[int, int]:
+        """Return all counts."""
+        return {key: count for bucket in self.buckets for key, count in bucket.items()}
+
+    def judge(self, amounts: dict[int, int], limit: int) -> dict[int, int]:
+        """Count the missing ids of a lookup; return those that reach the limit, with all their occurrences.
+
+        Args:
+            amounts: occurrences of each id, in batch order.
+            limit: what admits.
+        """
+        admitted, new = {}, []
+        for key, amount in amounts.items():
+            bucket = self._bucket(key)
+            total = bucket.get(key, 0) + amount
+            if total >= limit:
+                admitted[key] = total
+                bucket.pop(key, None)
+            elif key in bucket:
+                bucket[key] = total
+            else:
+                new.append(key)
+        for key in new:
+            bucket = self._bucket(key)
+            if len(bucket) >= self.bucket_capacity:
+                others = [(count, mixed(k), k) for k, count in bucket.items() if k not in amounts]
+                if not others:
+                    self.counts["failed"] += 1
+                    continue
+                del bucket[min(others)[2]]
+                self.counts["evicted"] += 1
+            bucket[key] = amounts[key]
+        return admitted
+
+    def _bucket(self, key: int) -> dict[int, int]:
+        return self.buckets[(mixed(key) >> 20) % len(self.buckets)]
+
+
+# Of (occurrences of the missing ids in batch order, step): those that get a row, and all their occurrences so far.
+Judge = Callable[[dict[int, int], int], dict[int, int]]
+
+
 class ReferenceTable:
     """One table as a dict per bucket."""
 
@@ -55,6 +110,7 @@ class ReferenceTable:
         strategy: int,
         new_row: Callable[[int], tuple[np.ndarray, np.ndarray]],
         rank: Callable[[float, float, float], float] | None = None,
+        judge: Judge | None = None,
     ):
         """Make an empty table.
 
@@ -64,13 +120,15 @@ class ReferenceTable:
             strategy: SCORE_*.
             new_row: initial ``(weights, state)`` of an id.
             rank: of (stamp, score, now), ranks instead of the score.
+            judge: decides which new ids get a row; None: all do.
         """
+        self.judge = judge
         self.bucket_capacity = bucket_capacity
         self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
         self.new_row = new_row
         self.rank = rank
         self.buckets = [Bucket() for _ in range(num_buckets)]
-        self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased"), 0)
+        self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased", "non_admitted"), 0)
 
     def bucket(self, key: int) -> Bucket:
         """Return the bucket of an id."""
@@ -98,7 +156,8 @@ class ReferenceTable:
             now: time of this step.
 
         Returns:
-            The entry of every occurrence (None where it failed) and what was evicted, in batch order.
+            The entry of every occurrence (None where it failed, ``Rejected`` where it was not admitted) and what was
+            evicted, in batch order.
         """
         amounts = frequencies if frequencies is not None else [1] * len(keys)
         found = [self.get(key) for key in keys]
@@ -107,8 +166,14 @@ class ReferenceTable:
             if entry is not None:
                 self._touch(entry, entry.score + amount if self.counts_occurrences else value, tag, now)
         evicted: list[tuple[int, Entry]] = []
+        missing = [(key, amount) for key, amount, entry in zip(keys, amounts, found, strict=True) if entry is None]
+        before = self._admit(missing, tag)
         for i, key in enumerate(keys):
             if found[i] is not None:
+                continue
+            if key not in before:
+                found[i] = Rejected(*self.new_row(key), 0, 0)
+                self.counts["non_admitted"] += 1
                 continue
             entry = self.get(key)
             if entry is not None:
@@ -116,9 +181,19 @@ class ReferenceTable:
             else:
                 entry = self._place(key, oldest, now, evicted)
                 if entry is not None:
-                    self._touch(entry, amounts[i] if self.counts_occurrences else value, tag, now)
+                    score = before[key] + amounts[i] if self.counts_occurrences else value
+                    self._touch(entry, score, tag, now)
             found[i] = entry
         return found, evicted
+
+    def _admit(self, missing: list[tuple[int, int]], tag: int) -> dict[int, int]:
+        """Return the missing ids that get a row, and how often each occurred before this lookup."""
+        if self.judge is None:
+            return dict.fromkeys((key for key, _ in missing), 0)
+        sums: dict[int, int] = {}
+        for key, amount in missing:
+            sums[key] = sums.get(key, 0) + amount
+        return {key: total - sums[key] for key, total in self.judge(sums, tag).items()}
 
     def _touch(self, entry: Entry, score: int, tag: int, now: int) -> None:
         entry.score, entry.tag, entry.stamp = score, tag, now

@@ -1,5 +1,6 @@
 """Kernels in numba, for tables on the CPU."""
 
+from dynamicemb.table.cpu.admit import add_counts
 from dynamicemb.table.cpu.advance import advance, rebase
 from dynamicemb.table.cpu.ahead import finish_grouping, start_grouping
 from dynamicemb.table.cpu.erase import erase, rebuild
@@ -17,6 +18,7 @@ from dynamicemb.table.cpu.transfer import read_rows, write_rows
 from dynamicemb.table.cpu.update import update
 
 __all__ = [
+    "add_counts",
     "advance",
     "erase",
     "find",

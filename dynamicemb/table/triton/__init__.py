@@ -1,5 +1,6 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
+from dynamicemb.table.triton.admit import add_counts
 from dynamicemb.table.triton.advance import advance, rebase
 from dynamicemb.table.triton.ahead import finish_grouping, start_grouping
 from dynamicemb.table.triton.erase import erase, rebuild
@@ -16,6 +17,7 @@ from dynamicemb.table.triton.transfer import read_rows, write_rows
 from dynamicemb.table.triton.update import update
 
 __all__ = [
+    "add_counts",
     "advance",
     "erase",
     "find",
