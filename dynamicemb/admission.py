@@ -121,6 +121,11 @@ class ProbabilityAdmissionStrategy(AdmissionStrategy):
         return False
 
 
+def counts_occurrences(strategy: AdmissionStrategy | None) -> bool:
+    """Return whether it matters to admission how often an id occurs."""
+    return strategy is not None and type(strategy) is not ProbabilityAdmissionStrategy
+
+
 def check_admission(strategy: Any, counter: Any) -> None:
     """Check that a table's strategy and counter fit together.
 

@@ -330,6 +330,8 @@ class TableGroup:
                 step.finish()
             last = _last_occurrences(rows)
             keep = last[rows[last] >= 0]
+            if self.admission is not None and self.admission.counter is not None:
+                self.kernels.erase(self.admission.counter, ids, self._ranges_of(table, ids.numel()))
             self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
         return rows >= 0
 
