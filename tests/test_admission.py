@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from dynamicemb import (
+    DynamicEmbCheckMode,
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
+    InsertFailedError,
 )
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.initializers import table_key
+from dynamicemb.table.plan import InsertPlan
 from tests.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
 from tests.lookups import (
     MEAN,
@@ -397,6 +400,34 @@ def test_c16_devices_agree_on_who_is_admitted(backend: str, table: DynamicEmbTab
         if one.admission.counter is not None:
             counters = [getattr(group.admission.counter, name).cpu() for group in (one, other)]
             assert torch.equal(*counters), name
+
+
+# Check mode ERROR
+
+
+def test_c06_error_counts_only_ids_that_will_be_admitted(backend: str) -> None:
+    table = admitting(3, capacity=16, safe_check_mode=DynamicEmbCheckMode.ERROR)
+    module = module_on(backend, table, table)
+    # One occurrence of 30 new ids: nobody gets a slot.
+    ids, offsets = batch(range(30), range(5))
+    assert module.plan_inserts(ids, offsets) == [InsertPlan(0, 0, 0), InsertPlan(1, 0, 0)]
+    twice = torch.full_like(ids, 2)
+    # Once before and twice now.
+    module(ids, offsets).sum().backward()
+    before = [t.clone() for t in module.tables.admission.counter.tensors()]
+    assert module.plan_inserts(ids, offsets, twice) == [InsertPlan(0, 14, 30), InsertPlan(1, 0, 5)]
+    assert module.plan_inserts(*batch([*range(18), *range(18), 50], [1])) == [InsertPlan(0, 2, 18), InsertPlan(1, 0, 0)]
+    with pytest.raises(InsertFailedError, match="'a': 14 of 30"):
+        module(ids, offsets, frequency_counters=twice)
+    after = module.tables.admission.counter.tensors()
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    module(*batch([*range(16), *range(16), 50], [1]))
+    assert module.stats()["a"]["size"] == 16
+
+
+def test_c06_error_takes_ids_of_other_strategies_for_admitted() -> None:
+    module = make_module([by_chance(0.1, safe_check_mode=DynamicEmbCheckMode.ERROR)], device="cpu")
+    assert module.plan_inserts(*bag_per_id(range(40))) == [InsertPlan(0, 0, 40)]
 
 
 # Copies, reports

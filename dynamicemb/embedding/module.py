@@ -285,7 +285,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         if not self.training:
             return []
         with self._group.lock:
-            return self.insert_checks.plan(batch.ids, layout.table_ranges(batch.offsets))
+            return self.insert_checks.plan(batch.ids, layout.table_ranges(batch.offsets), batch.frequencies)
 
     def _checked(
         self,
@@ -352,7 +352,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         refuse_capture(group)
         with group.lock:
             group.make_room(batch.ids, batch.offsets, layout)
-            self.insert_checks.before_insert(batch.ids, batch.offsets, layout)
+            self.insert_checks.before_insert(batch.ids, batch.offsets, layout, batch.frequencies)
             step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
             try:
                 with phase("find_or_insert"):

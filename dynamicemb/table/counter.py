@@ -197,3 +197,46 @@ def fill_by_judge(
             values, _ = read_rows(stage.store, t, rows[begin:end])
             if judge.fill(t, values):
                 write_rows(stage.store, t, rows[begin:end], values, None)
+
+
+def will_be_rejected(
+    admission: Admission,
+    find: Kernel,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    frequencies: torch.Tensor | None,
+) -> torch.Tensor:
+    """Foresee which occurrences a lookup would not admit; changes nothing.
+
+    Args:
+        admission: only ADMIT_BY_COUNT is foreseen.
+        find: of the device.
+        batch: ``(ids i64[N], table_ranges i64[T+1], rows i32[N])`` of ``find``.
+        frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
+
+    Returns:
+        bool ``[N]``; False for all ids that are there, and wherever a strategy is not foreseen.
+
+    Host sync: several.
+    """
+    ids, table_ranges, rows = batch
+    rejected = torch.zeros_like(rows, dtype=torch.bool)
+    positions = (rows < 0).nonzero().flatten()
+    counter = admission.counter
+    if admission.kind != ADMIT_BY_COUNT or counter is None or not positions.numel():
+        return rejected
+    # By table, and within it by id.
+    positions = positions[ids[positions].argsort(stable=True)]
+    owners = torch.searchsorted(table_ranges, positions, right=True) - 1
+    by_table = owners.argsort(stable=True)
+    positions, owners = positions[by_table], owners[by_table]
+    keys = ids[positions]
+    first = torch.ones_like(keys, dtype=torch.bool)
+    first[1:] = (keys[1:] != keys[:-1]) | (owners[1:] != owners[:-1])
+    segments = first.cumsum(0) - 1
+    amounts = torch.ones_like(keys) if frequencies is None else frequencies[positions]
+    keys, owners = keys[first], owners[first]
+    totals = torch.zeros_like(keys).index_add_(0, segments, amounts)
+    slots = find(counter, keys, torch.searchsorted(owners, torch.arange(len(table_ranges), device=ids.device)), False)
+    totals += torch.where(slots >= 0, counter.scores[slots.clamp(min=0).long()], 0)
+    rejected[positions] = (totals < admission.limits[owners])[segments]
+    return rejected

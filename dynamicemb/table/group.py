@@ -10,7 +10,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
-from dynamicemb.table.counter import Admission, Newcomers, describe_counter
+from dynamicemb.table.counter import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.growth import Growth, GrowthLimits, make_room
 from dynamicemb.table.index import DROPPED, NOW, Index
 from dynamicemb.table.initializers import InitializerTable
@@ -229,14 +229,26 @@ class TableGroup:
             self.growth.inserted(ids.numel())
         return rows, events
 
-    def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:
+    def plan_inserts(
+        self,
+        ids: torch.Tensor,
+        table_ranges: torch.Tensor,
+        tables: list[int],
+        frequencies: torch.Tensor | None = None,
+        admit_all: bool = True,
+    ) -> list[InsertPlan]:
         """Count, for each of ``tables``, the inserts of a batch that would fail; waits.
 
-        Changes no id, score or row; but tables that may grow get the room that the batch wants.
+        Changes no id, score or row; but tables that may grow get the room that the batch wants. Admission by count is
+        foreseen; by chance, or by the user's own strategy, the plan takes every new id for admitted.
         """
         if self.growth is not None:
             self._make_room(ids, lambda: table_ranges)
         rows = self.find(ids, table_ranges)
+        if self.admission is not None and not admit_all:
+            keep = ~will_be_rejected(self.admission, self.kernels.find, (ids, table_ranges, rows), frequencies)
+            table_ranges = torch.nn.functional.pad(keep.cumsum(0), (1, 0))[table_ranges]
+            ids, rows = ids[keep], rows[keep]
         return plan_inserts(self.index, ids, table_ranges, rows, self.steps.next_lag(), tables)
 
     def plan_import(self, table: int, ids: torch.Tensor) -> InsertPlan:
