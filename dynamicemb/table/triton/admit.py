@@ -15,13 +15,14 @@ import triton.language as tl
 from dynamicemb.table.counter import (
     ADMIT_BY_CALL,
     ADMIT_BY_CHANCE,
+    ADMIT_BY_COUNT,
     CHANCE_WORD,
     Admission,
     Candidates,
     ask_judge,
     fill_by_judge,
 )
-from dynamicemb.table.index import ERASED, NUM_COUNTERS, OLDEST, STEP, Index
+from dynamicemb.table.index import ERASED, EVICTED, FAILED, INSERTED, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.staging import Stage, Staged
@@ -32,7 +33,16 @@ from dynamicemb.table.triton.hashing import mix
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
 from dynamicemb.table.triton.launch import carve, cdiv, launch, padded_tables, persistent_grid
-from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, elect, order, push, settle
+from dynamicemb.table.triton.missing import (
+    EVICTED_OUTCOME,
+    FAILED_OUTCOME,
+    MISSING_COUNT,
+    Missing,
+    elect,
+    order,
+    push,
+    settle,
+)
 from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.transfer import read_rows, write_rows
 
@@ -40,6 +50,11 @@ _BLOCK = 64
 
 _CHANCE_WORD = tl.constexpr(CHANCE_WORD)
 _ERASED = tl.constexpr(ERASED)
+_EVICTED = tl.constexpr(EVICTED)
+_EVICTED_OUTCOME = tl.constexpr(EVICTED_OUTCOME)
+_FAILED = tl.constexpr(FAILED)
+_FAILED_OUTCOME = tl.constexpr(FAILED_OUTCOME)
+_INSERTED = tl.constexpr(INSERTED)
 _MISSING = tl.constexpr(MISSING_COUNT)
 _NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
 _OLDEST = tl.constexpr(OLDEST)
@@ -48,25 +63,39 @@ _STEP = tl.constexpr(STEP)
 
 @dataclass(slots=True)
 class _Scratch:
-    """What an admission works in beside ``Missing``; all zeros at first.
+    """What an admission works in beside ``Missing``.
 
     Attributes:
-        count: i32 ``[4]``, of which the first is the number of leaders that lost, minus 1.
+        lists: leaders by the buckets of the counter.
         slots: i32 ``[N]``: ``-2 - place`` for leaders that the counter does not know and shall, then their slots.
-        lost: i32 ``[num_claims]``, 1 where the id of a place lost.
+        lost: i32 ``[num_claims]``, 1 where the id of a place lost, 0 where it won.
+        losers: leaders that lost: ``leader_rows`` (staged), ``leader_ids``, ``leader_tables`` and ``counts``. They are
+            written in the place of parts of ``lists`` that have served by then.
     """
 
-    count: Any
-    slots: Any
-    lost: torch.Tensor
+    lists: Missing
+    slots: torch.Tensor
+    lost: Any
+    losers: Missing
 
     @classmethod
-    def allocate(cls, missing: Missing) -> "_Scratch":
+    def allocate(cls, missing: Missing, index: Index) -> "_Scratch":
         padded = (missing.num_ids + 3) // 4 * 4
-        memory = torch.zeros(4 + padded + missing.num_claims, dtype=torch.int32, device=missing.scratch.device)
-        memory[0] = -1
-        end = 4 + missing.num_ids
-        return cls(carve(memory, 0, 4, torch.int32), memory[4:end], memory[4 + padded :])
+        lists = missing.beside(index, padded + missing.num_claims)
+        end = lists.places.end
+        losers = replace(
+            lists,
+            leader_rows=lists.next,
+            leader_ids=lists.victim_ids,
+            leader_tables=lists.work,
+            counts=carve(lists.scratch, lists.places.heads + lists.num_lists, 4, torch.int32),
+        )
+        slots = lists.scratch[end : end + missing.num_ids]
+        return cls(lists, slots, carve(lists.scratch, end + padded, missing.num_claims, torch.int32), losers)
+
+    def lost_tensor(self) -> torch.Tensor:
+        """Return ``lost`` as a tensor."""
+        return self.lists.scratch[-self.lists.num_claims :]
 
 
 @dataclass(frozen=True)
@@ -129,25 +158,22 @@ def admit(
     ``insert`` that has it. Host sync: none, but for the user's own strategy. Bytes moved per missing occurrence: 40,
     and per leader those of a look-up in the counter; ids that are new to the counter cost what they cost ``insert``.
     """
-    scratch = _Scratch.allocate(missing)
-    lists = missing.beside(index if admission.counter is None else admission.counter)
+    counter = admission.counter
+    scratch = _Scratch.allocate(missing, index if counter is None else counter)
     positions = None
     if admission.kind == ADMIT_BY_CALL:
         positions = _ask(index, admission, ids, table_ranges, rows, (missing, scratch))
     elif admission.kind == ADMIT_BY_CHANCE:
         _draw(index, admission, ids, rows, missing, scratch)
     else:
-        assert admission.counter is not None
-        _count(index, admission, ids, rows, missing, (scratch, lists))
+        assert counter is not None
+        _count(index, admission, ids, rows, missing, scratch)
         if missing.ordered:
-            order(admission.counter, ids, table_ranges, scratch.slots, lists)
-        insert(admission.counter, scratch.slots, lists)
-        settle(admission.counter, table_ranges, scratch.slots, lists)
+            order(counter, ids, table_ranges, scratch.slots, scratch.lists)
+        insert(counter, scratch.slots, scratch.lists)
     stage = Stage.allocate(store, ids.numel())
-    # The lists of the counter have served: those who lost are written in their place.
-    losers = replace(lists, counts=scratch.count)
-    _reject(index, store, stage, ids, table_ranges, rows, missing, (scratch, losers))
-    return Rejected(stage, losers, admission, positions)
+    _reject(index, admission, stage, ids, table_ranges, rows, (store, missing, scratch))
+    return Rejected(stage, scratch.losers, admission, positions)
 
 
 def add_counts(counter: Index, ids: torch.Tensor, table_ranges: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
@@ -193,7 +219,7 @@ def _ask(index, admission, ids, table_ranges, rows, scratch) -> torch.Tensor:
     )
     admitted, totals = ask_judge(admission, (add_counts, erase), index.clock, candidates)
     amounts[places] = totals
-    own.lost[places[~admitted]] = 1
+    own.lost_tensor()[places] = (~admitted).to(torch.int32)
     return positions[~admitted]
 
 
@@ -207,10 +233,12 @@ def _draw(index, admission, ids, rows, missing, scratch) -> None:
 
 
 def _count(index, admission, ids, rows, missing, scratch) -> None:
-    own, lists = scratch
-    counter = admission.counter
+    counter, lists = admission.counter, scratch.lists
+    if missing.ordered:
+        # ``order`` reads what the kernel does not write.
+        scratch.slots.zero_()
     args = (
-        ids, rows, missing.entries(), missing.counts, missing.claims, missing.amounts, own.lost, own.slots,
+        ids, rows, missing.entries(), missing.counts, missing.claims, missing.amounts, scratch.lost, scratch.slots,
         admission.limits, index.clock, counter.keys, counter.digests, counter.scores, counter.tags,
         counter.bucket_offsets, counter.counters, counter.clock, *lists.lists(), lists.num_lists - 1,
     )  # fmt: skip
@@ -223,15 +251,20 @@ def _count(index, admission, ids, rows, missing, scratch) -> None:
     launch(_count_kernel, persistent_grid(ids.device, cdiv(ids.numel(), _BLOCK)), args, constants, num_warps=1)
 
 
-def _reject(index, store, stage, ids, table_ranges, rows, missing, scratch) -> None:
-    own, losers = scratch
+def _reject(index, admission, stage, ids, table_ranges, rows, memory) -> None:
+    store, missing, scratch = memory
+    lists, losers = scratch.lists, scratch.losers
+    counted = admission.kind == ADMIT_BY_COUNT
     args = (
-        ids, table_ranges, index.bucket_offsets, rows, missing.entries(), missing.claims, own.lost, *missing.lists(),
-        losers.leader_rows, losers.leader_ids, losers.leader_tables, losers.counts, store.chunk_bases, store.row_bytes,
-        stage.store.chunk_bases, stage.memory, missing.num_lists - 1, store.chunk_bases.numel(), index.num_tables,
-        stage.first_row, stage.stride, stage.num_entries, store.chunk_shift,
+        ids, table_ranges, index.bucket_offsets, rows, missing.entries(), missing.claims, scratch.lost,
+        *missing.lists(), losers.leader_rows, losers.leader_ids, losers.leader_tables, losers.counts, lists.counts,
+        lists.leader_tables, lists.outcomes, admission.counter.counters if counted else index.counters,
+        store.chunk_bases, store.row_bytes, stage.store.chunk_bases, stage.memory, missing.num_lists - 1,
+        store.chunk_bases.numel(), index.num_tables, stage.first_row, stage.stride, stage.num_entries,
+        store.chunk_shift,
     )  # fmt: skip
     constants = {
+        "COUNTED": counted,
         "LIST": not missing.ordered,
         "TABLES": padded_tables(index.num_tables + 1),
         "BLOCK": _BLOCK,
@@ -278,8 +311,8 @@ def _draw_kernel(
         low, _ = words_of(step)
         zero = tl.zeros([BLOCK], tl.uint32)
         word, _, _, _ = philox4x32(k0, k1, c0, c1, zero + _CHANCE_WORD, zero + low)
-        lost = leads & (word.to(tl.int64) >= tl.load(limits_ptr + table))
-        tl.store(lost_ptr + place, 1, mask=lost)
+        lost = word.to(tl.int64) >= tl.load(limits_ptr + table)
+        tl.store(lost_ptr + place, lost.to(tl.int32), mask=leads)
         begin += tl.num_programs(0) * BLOCK
 
 
@@ -341,7 +374,7 @@ def _count_kernel(
             tl.store(amounts_ptr + place, total, mask=wins)
         tl.store(scores_ptr + slot, total, mask=known & loses)
         tl.store(tags_ptr + slot, step.to(tl.int32), mask=known & loses)
-        tl.store(lost_ptr + place, 1, mask=loses)
+        tl.store(lost_ptr + place, loses.to(tl.int32), mask=leads)
         new = loses & (slot < 0)
         tl.store(slots_ptr + i, -2 - place, mask=new)
         if LIST:
@@ -350,6 +383,21 @@ def _count_kernel(
                 next_ptr, work_ptr,
             )  # fmt: skip
             push(new, i, ids, mix(ids), table, bucket_offsets_ptr, lists, lists_mask)
+        begin += tl.num_programs(0) * BLOCK
+
+
+@triton.jit
+def _count_outcomes(counts_ptr, tables_ptr, outcomes_ptr, counters_ptr, BLOCK: tl.constexpr):
+    """Count what ``insert`` did to the counter: nobody else reads the outcomes."""
+    num_leaders = tl.load(counts_ptr) + 1
+    begin = tl.program_id(0) * BLOCK
+    while begin < num_leaders:
+        k = begin + tl.arange(0, BLOCK)
+        table = tl.load(tables_ptr + k, mask=k < num_leaders, other=0)
+        outcome = tl.load(outcomes_ptr + k, mask=k < num_leaders, other=-1)
+        count_by_table(counters_ptr + _INSERTED, table, outcome > 0, _NUM_COUNTERS)
+        count_by_table(counters_ptr + _EVICTED, table, outcome == _EVICTED_OUTCOME, _NUM_COUNTERS)
+        count_by_table(counters_ptr + _FAILED, table, outcome == _FAILED_OUTCOME, _NUM_COUNTERS)
         begin += tl.num_programs(0) * BLOCK
 
 
@@ -399,6 +447,10 @@ def _reject_kernel(
     loser_ids_ptr,
     loser_tables_ptr,
     loser_count_ptr,
+    counted_ptr,
+    counted_tables_ptr,
+    outcomes_ptr,
+    counters_ptr,
     bases_ptr,
     row_bytes_ptr,
     staged_bases_ptr,
@@ -410,6 +462,7 @@ def _reject_kernel(
     stride,
     num_entries,
     chunk_shift,
+    COUNTED: tl.constexpr,
     LIST: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -419,6 +472,8 @@ def _reject_kernel(
             table_ranges_ptr, bases_ptr, row_bytes_ptr, staged_bases_ptr, memory_ptr, num_bases, num_tables, stride,
             num_entries, chunk_shift, TABLES,
         )  # fmt: skip
+    if COUNTED:
+        _count_outcomes(counted_ptr, counted_tables_ptr, outcomes_ptr, counters_ptr, BLOCK)
     num_missing = tl.load(counts_ptr + _MISSING) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_missing:

@@ -156,12 +156,17 @@ class Missing:
         ]
         return cls(scratch, places, num_ids, num_claims, num_lists, ordered, *parts)
 
-    def beside(self, index: Index) -> "Missing":
-        """Return lists for the same leaders by the buckets of another index; claims and amounts are shared."""
+    def beside(self, index: Index, num_more: int) -> "Missing":
+        """Return lists for the same leaders by the buckets of another index, filled; claims and amounts are shared.
+
+        Args:
+            index: the other index.
+            num_more: words of scratch memory behind all parts; four more, that start at -1, are behind the lists.
+        """
         num_ids = self.num_ids
         num_lists = max(4, min(self.num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
-        places = _places(num_ids, 0, num_lists, False, False)
-        scratch = torch.empty(places.end, dtype=torch.int32, device=self.scratch.device)
+        places = _places(num_ids, 0, num_lists + 4, False, False)
+        scratch = torch.empty(places.end + num_more, dtype=torch.int32, device=self.scratch.device)
         scratch[: places.amounts] = -1
         sizes = (0, num_lists, 4, 0, *[num_ids] * 3, 0, *[num_ids] * 7)
         parts = [
