@@ -15,6 +15,8 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     InsertFailedError,
 )
+from dynamicemb.optimizer import EmbOptimType
+from dynamicemb.sharding.table_sizes import table_memory
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.plan import InsertPlan
@@ -29,6 +31,7 @@ from tests.lookups import (
     constant,
     contents,
     make_module,
+    options,
     score_of,
     snapshot,
 )
@@ -114,6 +117,14 @@ def test_c12_a_full_counter_forgets_its_lowest_counts(backend: str) -> None:
     stats = module.stats()["a"]
     assert (stats["counter_size"], stats["counter_evicted"], stats["counter_failed"]) == (16, 18, 4)
     module.tables.check_invariants()
+
+
+def test_c12_a_counter_keeps_the_ids_of_the_present_lookup(backend: str) -> None:
+    module = module_on(backend, admitting(9, counter=16))
+    module(*bag_per_id([*range(16), *[i for i in range(8, 16) for _ in range(4)]]))
+    module(*bag_per_id([*range(100, 108), *range(8)]))
+    # The lowest counts belong to this lookup, so those that count 5 must go.
+    assert counts_of(module) == {**dict.fromkeys(range(8), 2), **dict.fromkeys(range(100, 108), 1)}
 
 
 def test_c12_an_admitted_id_that_finds_no_slot_counts_anew(backend: str) -> None:
@@ -283,8 +294,9 @@ def test_c14_a_growth_between_forward_and_backward_keeps_the_gradients_of_poolin
 # By chance
 
 
-def drawn(key: int, step: int, table: str = "a") -> int:
-    k = table_key(SEED, table)
+def drawn(key: int, step: int, table: str = "a", seed: int = SEED) -> int:
+    """Return the word that decides, by the text of ``docs/random.md``."""
+    k = table_key(seed, table)
     counter = (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF, 0xFFFFFFFF, step)
     return philox4x32_reference((k & 0xFFFFFFFF, k >> 32), counter)[0]
 
@@ -304,15 +316,8 @@ def test_c12_chance_is_a_function_of_seed_table_id_and_step(backend: str) -> Non
 
 def test_c12_the_draws_of_the_documentation() -> None:
     """``docs/random.md`` has these words."""
-    assert [f"{drawn_of('user', 0, i, step):08x}" for i, step in ((0, 1), (0, 2), (-1, 1), (12345678901234567, 7))] == [
-        "f8391355", "a28d30bc", "f3f236f2", "87562e38",
-    ]  # fmt: skip
-
-
-def drawn_of(table: str, seed: int, key: int, step: int) -> int:
-    k = table_key(seed, table)
-    counter = (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF, 0xFFFFFFFF, step)
-    return philox4x32_reference((k & 0xFFFFFFFF, k >> 32), counter)[0]
+    words = {(0, 1): 0xF8391355, (0, 2): 0xA28D30BC, (-1, 1): 0xF3F236F2, (12345678901234567, 7): 0x87562E38}
+    assert {(i, step): drawn(i, step, "user", 0) for i, step in words} == words
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
@@ -453,6 +458,15 @@ def test_c20_the_counter_is_in_the_memory_usage(backend: str) -> None:
     assert usage["counter"] == sum(t.untyped_storage().nbytes() for t in tensors)
     assert 25 * 1712 <= usage["counter"] <= 25 * 1712 + 1024
     assert "counter" not in module_on(backend, by_chance(0.5)).memory_usage()
+
+
+def test_c20_the_planner_counts_the_counter_and_staged_rows() -> None:
+    table = admitting(2, counter=1000, embedding_dtype=torch.float32)
+    plain = options(embedding_dtype=torch.float32)
+    ours, theirs = (table_memory("a", option, EmbOptimType.EXACT_SGD, 100, "cpu") for option in (table, plain))
+    counter = make_module([table], device="cpu").memory_usage()["counter"]
+    assert ours.index_bytes - theirs.index_bytes == 25 * 1008 <= counter <= 25 * 1008 + 1024
+    assert ours.scratch_bytes - theirs.scratch_bytes >= 100 * 16
 
 
 def test_c12_tags_of_a_counter_are_rebased(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
