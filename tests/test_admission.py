@@ -15,8 +15,6 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     InsertFailedError,
 )
-from dynamicemb.optimizer import EmbOptimType
-from dynamicemb.sharding.table_sizes import table_memory
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.plan import InsertPlan
@@ -31,7 +29,6 @@ from tests.lookups import (
     constant,
     contents,
     make_module,
-    options,
     score_of,
     snapshot,
 )
@@ -200,13 +197,15 @@ def test_c12_a_rejected_id_reads_the_first_value_of_its_row_and_is_not_trained(b
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_c12_rejected_ids_of_tables_of_several_widths(backend: str, dtype: torch.dtype) -> None:
-    tables = [admitting(2, dim=d, embedding_dtype=dtype) for d in (3, 17, 8)]
+    # Wide rows before narrow ones: staged rows that ignored where those of the table before end would share memory.
+    dims = {"a": 17, "b": 3, "c": 8}
+    tables = [admitting(2, dim=d, embedding_dtype=dtype) for d in dims.values()]
     module = module_on(backend, *tables, optimizer="adam", stochastic_rounding=False)
     module(*batch([1], [1, 1], [2]))
     keys = [3, 1, 4, 1]
-    out = module(*batch(keys, keys[:2], keys[2:]))
-    sums = [first_values(part, d, name).to(dtype).float().sum(0)
-            for part, d, name in ((keys, 3, "a"), (keys[:2], 17, "b"), (keys[2:], 8, "c"))]  # fmt: skip
+    parts = dict(zip("abc", (keys, keys[:2], keys[2:]), strict=True))
+    out = module(*batch(*parts.values()))
+    sums = [first_values(part, dims[name], name).to(dtype).float().sum(0) for name, part in parts.items()]
     torch.testing.assert_close(out[0], torch.cat(sums), rtol=1e-6, atol=1e-6)
     assert [holds(module, [1, 3, 4], name) for name in "abc"] == [
         [True, False, False],
@@ -460,24 +459,16 @@ def test_c20_the_counter_is_in_the_memory_usage(backend: str) -> None:
     assert "counter" not in module_on(backend, by_chance(0.5)).memory_usage()
 
 
-def test_c20_the_planner_counts_the_counter_and_staged_rows() -> None:
-    table = admitting(2, counter=1000, embedding_dtype=torch.float32)
-    plain = options(embedding_dtype=torch.float32)
-    ours, theirs = (table_memory("a", option, EmbOptimType.EXACT_SGD, 100, "cpu") for option in (table, plain))
-    counter = make_module([table], device="cpu").memory_usage()["counter"]
-    assert ours.index_bytes - theirs.index_bytes == 25 * 1008 <= counter <= 25 * 1008 + 1024
-    assert ours.scratch_bytes - theirs.scratch_bytes >= 100 * 16
-
-
 def test_c12_tags_of_a_counter_are_rebased(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamicemb.table.steps.REBASE_AT", 3)
     module = module_on(backend, admitting(9, counter=16))
-    for _ in range(8):
-        module(*bag_per_id(range(8))).sum().backward()
-    group = module.tables
-    assert int(group.index.clock[0]) <= 4
+    for ids in ([], [], range(16)):
+        module(*bag_per_id(ids or [0])).sum().backward()
+    # The next step has a smaller number than the last one; the ids of that are not those of this one.
     module(*bag_per_id(range(20, 36)))
-    assert sorted(counts_of(module)) == list(range(20, 36)) and module.stats()["a"]["counter_failed"] == 0
+    assert int(module.tables.index.clock[0]) == 2
+    assert sorted(counts_of(module)) == list(range(20, 36))
+    assert module.stats()["a"]["counter_failed"] == 0
 
 
 def test_contents_are_reproducible() -> None:

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from dynamicemb.optimizer import EmbOptimType
+from dynamicemb.sharding.table_sizes import table_memory
+from tests.admitting import admitting
+from tests.lookups import make_module, options
 from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.sharded_model import (
     Case,
@@ -122,3 +126,12 @@ def test_c12_rejected_ids_read_their_first_values_on_every_rank(ranks: RankPool,
             for feature, output in outputs.items():
                 assert torch.equal(output, theirs[step][feature])
                 assert output.numel() == 0 or output.any()
+
+
+def test_c20_the_planner_counts_the_counter_and_staged_rows() -> None:
+    table = admitting(2, counter=1000, embedding_dtype=torch.float32)
+    plain = options(embedding_dtype=torch.float32)
+    ours, theirs = (table_memory("a", option, EmbOptimType.EXACT_SGD, 100, "cpu") for option in (table, plain))
+    counter = make_module([table], device="cpu").memory_usage()["counter"]
+    assert ours.index_bytes - theirs.index_bytes == 25 * 1008 <= counter <= 25 * 1008 + 1024
+    assert ours.scratch_bytes - theirs.scratch_bytes >= 100 * 16
