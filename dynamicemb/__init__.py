@@ -3,6 +3,7 @@
 from typing import Any
 
 from dynamicemb import optimizer as _optimizer
+from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter, ProbabilityAdmissionStrategy
 from dynamicemb.dynamicemb_config import (
     BATCH_SIZE_PER_DUMP,
     BUCKET_ALIGNMENT,
@@ -46,8 +47,11 @@ __all__ = [
     "DynamicEmbScoreStrategy",
     "DynamicEmbTableOptions",
     "EmbOptimType",
+    "FrequencyAdmissionStrategy",
     "InsertFailedError",
+    "KVCounter",
     "OptimizerArgs",
+    "ProbabilityAdmissionStrategy",
     "ScoreStrategy",
     "UnsupportedOptionError",
     "align_to_table_size",

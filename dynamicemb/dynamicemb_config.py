@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dynamicemb.admission import check_admission
 from dynamicemb.capacity import (
     BUCKET_ALIGNMENT,
     DEFAULT_BUCKET_CAPACITY,
@@ -220,8 +221,10 @@ class DynamicEmbTableOptions:
         external_storage: a class, called as ``external_storage(options, optimizer)`` (planned).
         index_type: int64 (default) or uint64.
         dist_type: which rank owns an id: "roundrobin", "hash_roundrobin" or "continuous".
-        admit_strategy: decides which new ids get a row (planned).
-        admission_counter: counts the ids that have none (planned).
+        admit_strategy: decides which new ids get a row: ``FrequencyAdmissionStrategy``,
+            ``ProbabilityAdmissionStrategy``, or your own. None: all. Tables of one module must agree.
+        admission_counter: counts the ids that have none: a ``KVCounter``, or your own ``Counter``. Frequency admission
+            needs one, probability admission reads none.
         protect_steps: number of past steps whose ids may not be evicted. Tables of one module must agree.
         score_function: ``def f(scores, cur_timestamp) -> float`` that ranks the ids of a compound table: the lowest
             result is evicted first, NaN before all. All numbers are float64: ``scores`` in the order of
@@ -307,8 +310,7 @@ class DynamicEmbTableOptions:
                 _check_type(name, getattr(self, name), torch.dtype)
         if self.external_storage is not None and not callable(self.external_storage):
             raise TypeError(f"external_storage must be a class, got {self.external_storage!r}")
-        if self.admit_strategy is not None:
-            _check_type("admit_strategy", self.admit_strategy, AdmissionStrategy)
+        check_admission(self.admit_strategy, self.admission_counter)
         self.initializer_args.validate()
         self.eval_initializer_args.validate()
 
@@ -394,8 +396,6 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
         messages.append("caching=True: rows do not move between memories yet; use caching=False")
     if options.external_storage is not None:
         messages.append(f"external_storage={options.external_storage!r}: not available yet; use None")
-    if options.admit_strategy is not None or options.admission_counter is not None:
-        messages.append("admit_strategy, admission_counter: every id is admitted in this version; use None for both")
     single = options.bucket_capacity == MAX_BUCKET_CAPACITY
     if single and options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         messages.append(

@@ -7,6 +7,7 @@ outstanding; their backward comes later, never, or after an erase took the row a
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.cpu.initialize import initial_values
 from dynamicemb.table.index import NOW
 from dynamicemb.table.initializers import InitializerTable
-from dynamicemb.table.reference import Entry, ReferenceTable
+from dynamicemb.table.reference import Entry, Judge, ReferenceTable, Rejected
 from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from tests.tables import UNIFORM, device_of, use_backend
 
@@ -89,6 +90,7 @@ class TableMachine(RuleBasedStateMachine):
                 initializer_args=UNIFORM,
                 protect_steps=protect_steps,
                 score_function=function,
+                **self.admission_options(),
             )
             for dim, capacity, strategy in zip(DIMS, self.capacities, strategies, strict=True)
         ]
@@ -108,7 +110,9 @@ class TableMachine(RuleBasedStateMachine):
         use_backend(group, self.backend)
         self.initializers = InitializerTable.create([UNIFORM] * 2, ["a", "b"], 3, torch.device("cpu"))
         self.oracles = [
-            ReferenceTable(c // 16, 16, strategies[t], lambda key, t=t: self.new_row(t, key), function and rank)
+            ReferenceTable(
+                c // 16, 16, strategies[t], lambda key, t=t: self.new_row(t, key), function and rank, self.judge(t)
+            )
             for t, c in enumerate(self.capacities)
         ]
         self.customized = ["ab"[t] for t in range(2) if strategies[t] == SCORE_CUSTOMIZED]
@@ -118,6 +122,14 @@ class TableMachine(RuleBasedStateMachine):
         self.dropped = [0, 0]
         for seed in range(min(max(warm_up, self.least_warm_up), self.most_warm_up)):
             self.backward(self.forward(self.bags(seed, self.bag_size)))
+
+    # For subclasses whose tables do not admit every id
+
+    def admission_options(self) -> dict[str, Any]:
+        return {}
+
+    def judge(self, table: int) -> Judge | None:
+        return None
 
     def new_row(self, table: int, key: int) -> tuple[np.ndarray, np.ndarray]:
         values = initial_values(self.initializers, table, torch.tensor([key], device="cpu"), DIMS[table])
@@ -191,7 +203,7 @@ class TableMachine(RuleBasedStateMachine):
         for k, (bag, entries) in enumerate(zip(pending.bags, pending.entries, strict=True)):
             table = self.table_of_bag(k)
             for key, entry in zip(bag, entries, strict=True):
-                if entry is None:
+                if entry is None or isinstance(entry, Rejected):
                     continue
                 if self.oracles[table].get(key) is not entry:
                     self.dropped[table] += 1

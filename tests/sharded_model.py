@@ -33,6 +33,8 @@ class Table:
     score: str = "TIMESTAMP"
     sharding: str | None = None
     check: str = "IGNORE"
+    # Occurrences that admit an id; 0 admits all.
+    admit: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,17 @@ def embedding_configs(case: Case) -> list[Any]:
 
 
 def table_options(table: Table) -> Any:
+    from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter
     from dynamicemb.dynamicemb_config import DynamicEmbCheckMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 
+    admission = {}
+    if table.admit:
+        admission = {"admit_strategy": FrequencyAdmissionStrategy(table.admit), "admission_counter": KVCounter(256, 16)}
     return DynamicEmbTableOptions(
         score_strategy=DynamicEmbScoreStrategy[table.score],
         dist_type=table.dist_type,
         safe_check_mode=DynamicEmbCheckMode[table.check],
+        **admission,
     )
 
 

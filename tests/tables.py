@@ -33,14 +33,14 @@ def use_backend(group: TableGroup, backend: str) -> None:
     group.kernels = SimpleNamespace(**kernels)
 
 
-def find_or_insert_in_order(index, store, initializers, ids, *args, scratch=None):
+def find_or_insert_in_order(index, store, newcomers, ids, *args, scratch=None):
     """Do what Triton's ``find_or_insert`` does, in batch order."""
     from dynamicemb.table import triton
     from dynamicemb.table.triton.missing import Missing
 
     if scratch is None:
         scratch = Missing.allocate(index, ids.numel(), ordered=True).filled()
-    return triton.find_or_insert(index, store, initializers, ids, *args, scratch=scratch)
+    return triton.find_or_insert(index, store, newcomers, ids, *args, scratch=scratch)
 
 
 def make_group(

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from dynamicemb.admission import KVCounter
 from dynamicemb.dynamicemb_config import (
     MAX_BUCKET_CAPACITY,
     DynamicEmbCheckMode,
@@ -178,7 +179,7 @@ CHANGES = {
     "index_type": torch.int64,
     "dist_type": "continuous",
     "admit_strategy": AdmitAll(),
-    "admission_counter": object(),
+    "admission_counter": KVCounter(100),
     "protect_steps": 2,
     "score_function": oldest_first,
 }
@@ -198,12 +199,9 @@ GROUPED = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_options_are_equal_unless_they_differ_in_a_grouping_field(name):
-    # A function needs two scores.
-    plain = (
-        DynamicEmbTableOptions(score_strategy=CHANGES["score_strategy"])
-        if name == "score_function"
-        else DynamicEmbTableOptions()
-    )
+    # A function needs two scores, a counter a strategy.
+    needed = {"score_function": "score_strategy", "admission_counter": "admit_strategy"}.get(name)
+    plain = DynamicEmbTableOptions(**({needed: CHANGES[needed]} if needed else {}))
     changed = replace(plain, **{name: CHANGES[name]})
     assert (plain != changed) == (changed != plain) == (name in GROUPED)
     if name not in GROUPED:
@@ -228,8 +226,6 @@ def test_comparing_options_with_a_foreign_type_is_left_to_it():
     [
         ({"caching": True}, "caching=True"),
         ({"external_storage": dict}, "external_storage"),
-        ({"admit_strategy": AdmitAll()}, "admit_strategy"),
-        ({"admission_counter": object()}, "admission_counter"),
         ({"score_strategy": Score.NO_EVICTION, "bucket_capacity": MAX_BUCKET_CAPACITY}, "NO_EVICTION.*single bucket"),
         (
             {"init_capacity": 16, "max_capacity": 17, "bucket_capacity": MAX_BUCKET_CAPACITY},
@@ -245,8 +241,8 @@ def test_c27_options_that_this_version_cannot_honour_are_listed(options, words):
 
 
 def test_unsupported_options_are_all_listed_at_once():
-    options = DynamicEmbTableOptions(caching=True, external_storage=dict, admit_strategy=AdmitAll())
-    assert len(unsupported_options(options)) == 3
+    options = DynamicEmbTableOptions(caching=True, external_storage=dict)
+    assert len(unsupported_options(options)) == 2
 
 
 @pytest.mark.parametrize(
@@ -261,6 +257,8 @@ def test_unsupported_options_are_all_listed_at_once():
         *({"score_strategy": s} for s in Score),
         {"score_strategy": (Score.TIMESTAMP, Score.LFU)},
         {"score_strategy": (Score.LFU, Score.TIMESTAMP)},
+        {"admit_strategy": AdmitAll()},
+        {"admit_strategy": AdmitAll(), "admission_counter": KVCounter(100)},
         {"training": False, "dist_type": "hash_roundrobin", "embedding_dtype": torch.bfloat16, "dim": 3},
     ],
 )

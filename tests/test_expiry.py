@@ -12,12 +12,14 @@ from dynamicemb import (
     DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
+    FrequencyAdmissionStrategy,
+    KVCounter,
 )
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.index import MOVED, NEVER, NOW, OLDEST, SEEN
 from dynamicemb.table.reference import ReferenceTable
 from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU, SCORE_TIMESTAMP
-from tests.tables import make_group, ranges
+from tests.tables import make_group, ranges, use_backend
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 # Later than any clock, so that time passes only where a test says so.
@@ -260,6 +262,28 @@ def test_c14_a_gradient_of_an_expired_id_is_dropped_and_counted(device: torch.de
     module.tables.index.clock[SEEN] += 61 * 10**9
     output.sum().backward()
     assert module.stats()["a"]["dropped_gradients"] == 2
+
+
+def test_c12_an_expired_id_is_admitted_anew(backend: str, device: torch.device) -> None:
+    admission = {"admit_strategy": FrequencyAdmissionStrategy(2), "admission_counter": KVCounter(64)}
+    strategy = (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU)
+    module = make(device, ttl=60.0, score_strategy=strategy, **admission)
+    use_backend(module.tables, backend)
+    ids, offsets = torch.tensor([1, 2]), torch.arange(3)
+    for count in (1, 2, 3):
+        module(ids, offsets)
+        assert int(module.contains("a", ids).sum()) == (2 if count >= 2 else 0)
+    rows = module.tables.find(ids, ranges(2))
+    module.tables.index.clock[SEEN] += 61 * 10**9
+    module(ids, offsets)
+    assert not module.contains("a", ids).any()
+    module(ids[:1], torch.arange(2))
+    assert module.contains("a", ids).tolist() == [True, False]
+    # In its own slot, with the occurrences since it came back.
+    assert module.tables.find(ids[:1], ranges(1)) == rows[:1]
+    assert resident(module.tables, 0) == {1: 2}
+    stats = module.stats()["a"]
+    assert (stats["non_admitted"], stats["expired"], stats["inserted"], stats["failed"]) == (4, 1, 3, 0)
 
 
 @pytest.mark.cuda

@@ -11,7 +11,8 @@ PACKAGE = "dynamicemb"
 # Highest first. A folder may import itself and what stands after it.
 LAYERS = ["sharding", "checkpoint", "inference", "embedding", "table"]
 # The floor: imported by everyone, import only each other.
-LOW_MODULES = {"types", "errors", "capacity", "host_memory", "score_strategy", "score_function", "dynamicemb_config"}
+LOW_MODULES = {"types", "errors", "capacity", "admission", "host_memory", "score_strategy", "score_function"}
+LOW_MODULES |= {"dynamicemb_config"}
 LOW_MODULES |= {"optimizer"}
 FLOOR = len(LAYERS)
 # Every other module at the root only hands on names. It stands above all layers.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from dynamicemb.table.counter import Newcomers
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.relocation import rebuild
@@ -322,7 +323,7 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
         side.kernels.advance(side.index, 0)
         scratch = Missing.allocate(side.index, ids.numel(), ordered=True).filled()
         return side.kernels.find_or_insert(
-            side.index, side.store, side.initializers, ids, table_ranges, None, side.state_values, scratch
+            side.index, side.store, Newcomers(side.initializers, side.state_values), ids, table_ranges, None, scratch
         )[0]
 
     step()

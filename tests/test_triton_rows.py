@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dynamicemb.table import cpu
+from dynamicemb.table.counter import Newcomers
 from dynamicemb.table.index import CLAMPED, MOVED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import DIGEST_ERASED, POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
@@ -248,7 +249,7 @@ def make_tables(dims: list[int], dtype: torch.dtype, bucket_capacity: int = 32) 
     ids = torch.cat([torch.randperm(80)[: capacity * 2 // 3] - 40 for _ in dims])
     ranges = torch.arange(num_tables + 1) * (capacity * 2 // 3)
     cpu.advance(index, 0)
-    rows, _ = cpu.find_or_insert(index, store, initializers, ids, ranges, None, torch.zeros(num_tables))
+    rows, _ = cpu.find_or_insert(index, store, Newcomers(initializers, torch.zeros(num_tables)), ids, ranges, None)
     assert bool((rows >= 0).all())
     cpu.erase(index, ids[:5], torch.tensor([0] + [5] * num_tables))
     for t in range(num_tables):

@@ -8,6 +8,7 @@ import torch
 
 from dynamicemb.table import cpu
 from dynamicemb.table import triton as gpu
+from dynamicemb.table.counter import Newcomers
 from dynamicemb.table.index import NOW, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
@@ -61,7 +62,7 @@ class Side:
         if deterministic is not None:
             options["scratch"] = Missing.allocate(self.index, ids.numel(), deterministic).filled()
         rows, events = self.kernels.find_or_insert(
-            self.index, self.store, self.initializers, *batch, self.state_values, **options
+            self.index, self.store, Newcomers(self.initializers, self.state_values), *batch, **options
         )
         return rows.cpu(), InsertResult(*(x.cpu() for x in events.result()))
 

@@ -57,12 +57,20 @@ class InsertChecks:
             "capture with WARNING or IGNORE"
         )
 
-    def plan(self, ids: torch.Tensor, table_ranges: torch.Tensor) -> list[InsertPlan]:
-        """Return what inserting a batch would do to each ERROR table; changes nothing and waits for a GPU."""
+    def plan(
+        self, ids: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None = None
+    ) -> list[InsertPlan]:
+        """Return what a lookup of a batch would insert into each ERROR table; changes nothing and waits for a GPU."""
         with phase("plan"):
-            return self._group.plan_inserts(ids, table_ranges, self._raising)
+            return self._group.plan_inserts(ids, table_ranges, self._raising, frequencies, admit_all=False)
 
-    def before_insert(self, ids: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout) -> None:
+    def before_insert(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        layout: FeatureLayout,
+        frequencies: torch.Tensor | None = None,
+    ) -> None:
         """Look before a batch is inserted; its offsets have been checked if a table has mode ERROR.
 
         Raises:
@@ -70,7 +78,7 @@ class InsertChecks:
         """
         self._warn()
         if self.raises_here:
-            plans = self.plan(ids, layout.table_ranges(offsets))
+            plans = self.plan(ids, layout.table_ranges(offsets), frequencies)
             raise_failed((self._group.names[plan.table], plan) for plan in plans)
 
     def before_import(self, table: int, ids: torch.Tensor) -> None:

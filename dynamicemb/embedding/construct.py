@@ -14,6 +14,7 @@ from dynamicemb.dynamicemb_config import (
     DynamicEmbTableOptions,
     unsupported_options,
 )
+from dynamicemb.embedding.admission import build_admission
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.score_function import translate
@@ -240,6 +241,7 @@ def build_group(
         ),
         device,
         growth,
+        build_admission(options, names, seed, device),
     )
 
 
@@ -275,6 +277,7 @@ def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[
         reasons["max_load_factor"] = "the table does not grow; set init_capacity below max_capacity, or leave it"
     if not option.training:
         reasons["safe_check_mode"] = "a table with training=False inserts nothing; leave it at IGNORE"
+        reasons["admit_strategy"] = "a table with training=False inserts nothing; set it to None"
     if device.type == "cpu":
         reasons["local_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
         reasons["global_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
@@ -318,3 +321,17 @@ def _ttls(options: Sequence[DynamicEmbTableOptions]) -> tuple[int, ...]:
 def _set(value: int | None) -> int:
     assert value is not None
     return value
+
+
+def check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:
+    """Refuse or warn about arguments that would have no effect."""
+    if prefetch_pipeline:
+        raise ValueError("prefetch_pipeline=True is not available in this version; use False")
+    if enforce_hbm:
+        warnings.warn("enforce_hbm has no effect: rows are not cached; leave it False", UserWarning, stacklevel=4)
+    if bounds_check_mode is not None:
+        warnings.warn(
+            "bounds_check_mode has no effect: every id is legal and offsets are always checked; leave it None",
+            UserWarning,
+            stacklevel=4,
+        )

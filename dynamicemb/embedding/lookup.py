@@ -12,6 +12,7 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, FeatureLayout
 from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.staging import Staged
 from dynamicemb.table.steps import Step
 
 
@@ -29,11 +30,13 @@ class TrainingStep:
         owner: holds the optimizer settings.
         step: protects the rows until backward has run.
         epoch: ``group.epoch`` at forward.
+        staged: what is read where ids were not admitted; None: the rows of the lookup.
     """
 
     owner: OptimizerOwner
     step: Step
     epoch: int
+    staged: Staged | None = None
 
 
 @dataclass(frozen=True)
@@ -49,25 +52,25 @@ class Reading:
     dtype: torch.dtype
 
 
-def read_rows(group: TableGroup, lookup: Lookup, reading: Reading) -> torch.Tensor:
+def read_rows(group: TableGroup, lookup: Lookup, reading: Reading, staged: Staged | None = None) -> torch.Tensor:
     """Return the output of a lookup.
 
     Args:
         group: the tables.
         lookup: occurrences and their rows.
         reading: what missing ids read, and the dtype of the result.
+        staged: what is read in the place of the lookup's rows.
 
     Returns:
         ``[N, D]`` without pooling, else ``[B, total_D]``.
     """
     kernels = group.kernels
+    store, rows = (group.store, lookup.rows) if staged is None else (staged.store, staged.rows)
     missing, dtype = reading.missing_values, reading.dtype
     with phase("read"):
         if lookup.layout.pooling == POOLING_NONE:
-            return kernels.gather(group.store, lookup.rows, lookup.table_ranges, missing, dtype)
-        return kernels.pool(
-            group.store, lookup.rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing, dtype
-        )
+            return kernels.gather(store, rows, lookup.table_ranges, missing, dtype)
+        return kernels.pool(store, rows, lookup.offsets, lookup.layout, lookup.per_sample_weights, missing, dtype)
 
 
 def find_and_read_rows(
@@ -93,7 +96,11 @@ class LookupFunction(torch.autograd.Function):
         reading: Reading,
     ) -> torch.Tensor:
         """Return the output of the lookup; remember what backward needs. No ``training`` is evaluation."""
-        ctx.group, ctx.training, ctx.reading = group, training, reading
+        staged = None if training is None else training.staged
+        # Only the gradient of pooling weights reads staged rows again.
+        ctx.staged = staged if ctx.needs_input_grad[1] else None
+        ctx.group, ctx.reading = group, reading
+        ctx.training = training if training is None or staged is None else replace(training, staged=None)
         ctx.weights_dtype = None if per_sample_weights is None else per_sample_weights.dtype
         # Nobody else has these.
         ctx.rows, ctx.table_ranges, ctx.offsets = lookup.rows, lookup.table_ranges, lookup.offsets
@@ -106,7 +113,7 @@ class LookupFunction(torch.autograd.Function):
             ctx.save_for_backward(ids)
         else:
             ctx.save_for_backward(ids, weights.clone() if weights.is_inference() else weights)
-        return read_rows(group, lookup, reading)
+        return read_rows(group, lookup, reading, staged)
 
     @staticmethod
     @once_differentiable
@@ -126,7 +133,7 @@ class LookupFunction(torch.autograd.Function):
                 elif training.epoch != group.epoch or training.step.finished:
                     lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
                 if ctx.needs_input_grad[1]:
-                    weights_grad = group.kernels.pool_weights_grad(group.store, lookup.rows, offsets, ctx.layout, grad)
+                    weights_grad = _weights_grad(group, lookup, ctx.staged, grad)
                     if training is None:
                         _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
                     weights_grad = weights_grad.to(ctx.weights_dtype)
@@ -137,6 +144,14 @@ class LookupFunction(torch.autograd.Function):
             if training is not None:
                 training.step.finish()
         return None, weights_grad, None, None, None, None
+
+
+def _weights_grad(group: TableGroup, lookup: Lookup, staged: Staged | None, grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the pooling weights, f32 ``[N]``; 0 where a row is lost or was never there."""
+    store, rows = group.store, lookup.rows
+    if staged is not None:
+        store, rows = staged.store, torch.where(staged.rows >= staged.first_row, staged.rows, rows)
+    return group.kernels.pool_weights_grad(store, rows, lookup.offsets, lookup.layout, grad)
 
 
 def _set_missing_weights_grad(weights_grad: torch.Tensor, lookup: Lookup, reading: Reading, grad: torch.Tensor) -> None:

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
+from dynamicemb.embedding.admission import refuse_capture
 from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.construct import (
     build_group,
     check_device,
     check_features,
+    check_idle_arguments,
     check_options,
     check_pooling_mode,
     check_seed,
@@ -30,7 +32,7 @@ from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
-from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
+from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
 
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -130,7 +132,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         super().__init__()
         pooling_mode = check_pooling_mode(pooling_mode)
         names = check_options(table_options, table_names, pooling_mode)
-        _check_idle_arguments(prefetch_pipeline, enforce_hbm, bounds_check_mode)
+        check_idle_arguments(prefetch_pipeline, enforce_hbm, bounds_check_mode)
         if output_dtype not in _OUTPUT_DTYPES:
             raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
         self.optimizer_spec = OptimizerSpec.create(
@@ -249,8 +251,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             feature_requires_grad: not supported; must be None.
             batch_size_per_feature_per_rank: not supported; must be None.
             total_unique_indices: not needed; must be None.
-            frequency_counters: int64 ``[N]``, how often each occurrence counts for an LFU score; None is once. Tables
-                with another strategy ignore it.
+            frequency_counters: int64 ``[N]``, how often each occurrence counts for an LFU score and for admission; None
+                is once. Tables that count for neither ignore it.
 
         Returns:
             ``[B, total_D]`` with pooling, ``[N, D]`` without, in ``output_dtype``. Empty bags are zero.
@@ -283,7 +285,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         if not self.training:
             return []
         with self._group.lock:
-            return self.insert_checks.plan(batch.ids, layout.table_ranges(batch.offsets))
+            return self.insert_checks.plan(batch.ids, layout.table_ranges(batch.offsets), batch.frequencies)
 
     def _checked(
         self,
@@ -309,8 +311,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 raise ValueError(f"{name} has no effect on dynamic tables and must be None")
         if batch.per_sample_weights is not None and self.pooling_mode is DynamicEmbPoolingMode.NONE:
             raise ValueError("per_sample_weights weigh the rows of a bag, but pooling_mode is NONE; use SUM or MEAN")
-        if batch.frequencies is not None and self._group.index.counting == COUNT_NONE:
-            raise ValueError("frequency_counters has no effect: only score_strategy LFU counts; leave it out")
+        if batch.frequencies is not None and not self._group.counts_occurrences:
+            raise ValueError(
+                "frequency_counters has no effect: only score_strategy LFU and admission count; leave it out"
+            )
         if not self.training:
             return
         if self._untrainable:
@@ -345,16 +349,19 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
+        refuse_capture(group)
         with group.lock:
             group.make_room(batch.ids, batch.offsets, layout)
-            self.insert_checks.before_insert(batch.ids, batch.offsets, layout)
+            self.insert_checks.before_insert(batch.ids, batch.offsets, layout, batch.frequencies)
             step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
             try:
                 with phase("find_or_insert"):
-                    rows, _ = group.find_or_insert(batch.ids, opened.table_ranges, batch.frequencies, opened.scratch)
+                    rows, events = group.find_or_insert(
+                        batch.ids, opened.table_ranges, batch.frequencies, opened.scratch, admit_all=False
+                    )
                 self.insert_checks.after_insert()
                 lookup = _lookup(batch, layout, opened, rows)
-                training = TrainingStep(self, step, group.epoch)
+                training = TrainingStep(self, step, group.epoch, events.staged)
                 output: torch.Tensor = LookupFunction.apply(
                     self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
                 )
@@ -417,7 +424,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     # Contents
 
     def insert(self, table_name: str, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Import rows, for example of a pretrained table; ids already there are overwritten.
+        """Import rows, for example of a pretrained table; ids already there are overwritten, new ones are admitted.
 
         Args:
             table_name: which table.
@@ -521,13 +528,15 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def stats(self, wait: bool = True) -> dict[str, dict[str, float]]:
         """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased,
-        dropped_gradients and clamped_inputs.
+        dropped_gradients, clamped_inputs and non_admitted; with a ``KVCounter`` also counter_size, counter_evicted and
+        counter_failed.
 
-        Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed and
+        Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed, non_admitted and
         dropped_gradients count occurrences; inserted, evicted and erased count ids. An id new to a batch is a miss at
         each of its occurrences. inserted includes ids that took the place of an evicted one. failed ids found their
         bucket full of ids that may not be evicted. load is size / capacity. clamped_inputs counts
-        offsets and frequencies on a GPU that were out of range, of evaluations too.
+        offsets and frequencies on a GPU that were out of range, of evaluations too. counter_size is the ids that the
+        counter knows now, counter_evicted those that it had to forget, counter_failed those for which it had no place.
 
         Args:
             wait: True waits for a GPU. False never does: it returns the last values that have arrived, zeros at first,
@@ -543,7 +552,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return self._group.bucket_loads(self._table(table_name))
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes allocated for ``rows`` and ``index``."""
+        """Return the bytes allocated for ``rows`` and ``index``, and for a ``KVCounter`` as ``counter``."""
         return self._group.memory_usage()
 
     def extra_repr(self) -> str:
@@ -583,17 +592,3 @@ def _strategy_name(option: DynamicEmbTableOptions) -> str:
     strategy = option.score_strategy
     parts = strategy if isinstance(strategy, tuple) else (strategy,)
     return "+".join(part.name for part in parts if part is not None)
-
-
-def _check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:
-    """Refuse or warn about arguments that would have no effect."""
-    if prefetch_pipeline:
-        raise ValueError("prefetch_pipeline=True is not available in this version; use False")
-    if enforce_hbm:
-        warnings.warn("enforce_hbm has no effect: rows are not cached; leave it False", UserWarning, stacklevel=3)
-    if bounds_check_mode is not None:
-        warnings.warn(
-            "bounds_check_mode has no effect: every id is legal and offsets are always checked; leave it None",
-            UserWarning,
-            stacklevel=3,
-        )

@@ -10,6 +10,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.admission import counts_occurrences
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.sharding.check_params import check_names
@@ -180,7 +181,7 @@ class BatchedDynamicEmbeddingBag(DynamicKernel):
 def needs_counts(options: list[DynamicEmbTableOptions]) -> bool:
     """Say whether any of the tables counts occurrences: for LFU scores or for admission."""
     return any(
-        option.admit_strategy is not None
+        counts_occurrences(option.admit_strategy)
         or option.score_strategy is DynamicEmbScoreStrategy.LFU
         or (isinstance(option.score_strategy, tuple) and DynamicEmbScoreStrategy.LFU in option.score_strategy)
         for option in options

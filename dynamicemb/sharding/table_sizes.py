@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dynamicemb.admission import KVCounter
 from dynamicemb.capacity import DEFAULT_BUCKET_CAPACITY, MAX_GROUP_SLOTS, growing_bucket_layout
 from dynamicemb.dynamicemb_config import (
     DEFAULT_INDEX_TYPE,
@@ -29,6 +30,9 @@ SCORE_BYTES = 8
 # What a step takes per occurrence beside inputs, outputs and gradients: on the CPU id, row, list link, grouping order
 # and key; on a GPU 64 at the peak of a sequence step (measured), and a reserve for pooling and sums of hot rows.
 SCRATCH_BYTES_PER_OCCURRENCE = {"cpu": 8 + 4 + 4 + 8 + 4, "cuda": 80}
+# What admission takes beside that, and beside the row that it stages where an id is rejected: on the CPU the numbers of
+# leaders, their tables and sums, and claims on them; on a GPU also the lists of the counter.
+ADMISSION_BYTES_PER_OCCURRENCE = {"cpu": 4 * 8 + 4 * 8, "cuda": 4 * 8 + 60}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class TableMemory:
     Attributes:
         name: name of the table.
         num_slots: slots of the index, one row each.
-        index_bytes: keys, digests, row numbers and tags.
+        index_bytes: keys, digests, row numbers and tags; all of the counter that admission asks, if it is a
+            ``KVCounter``.
         score_bytes: score columns.
         row_bytes: weights, with the padding of a row.
         state_bytes: optimizer state.
@@ -178,11 +183,21 @@ def table_memory(
     num_scores = len(options.score_strategy) if isinstance(options.score_strategy, tuple) else 1
     state = slots * num_state * torch.float32.itemsize
     rows = slots * row_bytes(dtype, dim, num_state) - state
-    index = slots * (INDEX_BYTES_PER_SLOT - SCORE_BYTES)
+    index = slots * (INDEX_BYTES_PER_SLOT - SCORE_BYTES) + _counter_bytes(options)
     scores = slots * SCORE_BYTES * num_scores
     scratch = int(occurrences * SCRATCH_BYTES_PER_OCCURRENCE[device_type])
+    if options.admit_strategy is not None:
+        scratch += int(occurrences * (ADMISSION_BYTES_PER_OCCURRENCE[device_type] + row_bytes(dtype, dim, num_state)))
     # Growth copies the index of the whole module.
     growth = index + scores + slots * GROWTH_BYTES_PER_SLOT if grows else 0
     total = index + scores + rows + state + scratch + growth
     hbm = 0 if device_type == "cpu" else total
     return TableMemory(name, slots, index, scores, rows, state, scratch, growth, hbm, total - hbm)
+
+
+def _counter_bytes(options: DynamicEmbTableOptions) -> int:
+    """Return the bytes of a table's counter; nobody but the user knows those of his own."""
+    if not isinstance(options.admission_counter, KVCounter):
+        return 0
+    num_buckets, bucket = options.admission_counter.layout()
+    return num_buckets * bucket * INDEX_BYTES_PER_SLOT

@@ -11,6 +11,7 @@ import torch
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.counter import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.crowding import roomy_factor
 from dynamicemb.table.growth import Growth, GrowthLimits, grow_by, make_room
 from dynamicemb.table.index import DROPPED, EXPIRED, NOW, SEEN, Index
@@ -22,7 +23,7 @@ from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
 from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
-from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
+from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
 
@@ -72,6 +73,7 @@ class TableGroup:
         options: GroupOptions,
         device: torch.device,
         growth: GrowthLimits | None = None,
+        admission: Admission | None = None,
     ):
         """Allocate empty tables.
 
@@ -83,6 +85,7 @@ class TableGroup:
             options: what holds for all of them.
             device: where index and rows live.
             growth: how far tables may grow; None: none does.
+            admission: which new ids of a lookup get a row; None: all.
 
         Raises:
             ValueError: the group has more slots than a 32-bit row id can name.
@@ -112,6 +115,8 @@ class TableGroup:
         )
         self.counter_reader = CounterReader(self.index)
         self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.counter_reader)
+        self.admission = admission
+        self.admission_reader = self._read_counter()
         self.steps = StepTracker(options.protect_steps)
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
@@ -120,11 +125,13 @@ class TableGroup:
         self.lock = threading.RLock()
         # On the device, so that a captured step sees it change.
         self.learning_rate = torch.zeros(1, dtype=torch.float32, device=device)
-        self._state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
+        state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
+        self._newcomers = Newcomers(initializers, state_values)
+        self._candidates = Newcomers(initializers, state_values, admission)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"], state["lock"], state["counter_reader"]
+        del state["kernels"], state["lock"], state["counter_reader"], state["admission_reader"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,8 +139,13 @@ class TableGroup:
         self.kernels = kernels_for(self.device)
         self.lock = threading.RLock()
         self.counter_reader = CounterReader(self.index, self.index.counters.tolist())
+        self.admission_reader = self._read_counter()
         if self.growth is not None:
             self.growth.resume(self.counter_reader)
+
+    def _read_counter(self) -> CounterReader | None:
+        counter = None if self.admission is None else self.admission.counter
+        return None if counter is None else CounterReader(counter, counter.counters.tolist())
 
     # Steps
 
@@ -151,6 +163,8 @@ class TableGroup:
         shift = self.steps.rebase()
         if shift:
             self.kernels.rebase(self.index, shift)
+            if self.admission is not None and self.admission.counter is not None:
+                self.kernels.rebase(self.admission.counter, shift)
         return self.steps.begin()
 
     # Growth
@@ -188,6 +202,11 @@ class TableGroup:
         step = self._next_step()
         return step, self.kernels.open_batch(self.index, offsets, layout, num_ids, self.steps.lag())
 
+    @property
+    def counts_occurrences(self) -> bool:
+        """Whether it matters, for a score or for admission, how often an id occurs."""
+        return self.index.counting != COUNT_NONE or (self.admission is not None and self.admission.needs_amounts)
+
     def find(self, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
         """Return i32 ``[N]`` rows, -1 where absent by the time last observed; changes nothing."""
         return self.kernels.find(self.index, ids, table_ranges, False)
@@ -198,8 +217,9 @@ class TableGroup:
         table_ranges: torch.Tensor,
         frequencies: torch.Tensor | None = None,
         scratch: Any = None,
+        admit_all: bool = True,
     ) -> tuple[torch.Tensor, InsertEvents]:
-        """Look ids up for training: touch what is there, insert and initialise what is not.
+        """Look ids up for training: touch what is there, insert and initialise what is not and may have a row.
 
         Call it inside a step (``begin_step``).
 
@@ -208,27 +228,42 @@ class TableGroup:
             table_ranges: i64 ``[T+1]``.
             frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only tables that count read it.
             scratch: of the ``OpenBatch``, if there is one.
+            admit_all: whether all new ids get a row, also where ``admission`` would choose.
 
         Returns:
-            ``(rows i32[N], events)``; rows are -1 for ids that found their bucket full of protected ids.
+            ``(rows i32[N], events)``; rows are -1 for ids that found their bucket full of protected ids, and for those
+            that were not admitted: ``events.staged`` has what they read.
         """
-        args = (self.index, self.store, self.initializers, ids, table_ranges, frequencies, self._state_values)
+        newcomers = self._newcomers if admit_all else self._candidates
+        args = (self.index, self.store, newcomers, ids, table_ranges, frequencies)
         options = {} if scratch is None else {"scratch": scratch}
         rows, events = self.kernels.find_or_insert(*args, **options)
         if self.growth is not None and self.growth.growable(self.capacities):
             self.growth.inserted(ids.numel())
         return rows, events
 
-    def plan_inserts(self, ids: torch.Tensor, table_ranges: torch.Tensor, tables: list[int]) -> list[InsertPlan]:
+    def plan_inserts(
+        self,
+        ids: torch.Tensor,
+        table_ranges: torch.Tensor,
+        tables: list[int],
+        frequencies: torch.Tensor | None = None,
+        admit_all: bool = True,
+    ) -> list[InsertPlan]:
         """Count, for each of ``tables``, the inserts of a batch that would fail; waits.
 
         Changes no id, score or row; but tables that may grow get the room that the batch wants, and grow also rather
-        than let an id fail.
+        than let an id fail. Admission by count is foreseen; by chance, or by the user's own strategy, the plan takes
+        every new id for admitted.
         """
         if self.growth is not None:
             self._make_room(ids, lambda: table_ranges)
         self.observe_time()
         rows = self.find(ids, table_ranges)
+        if self.admission is not None and not admit_all:
+            keep = ~will_be_rejected(self.admission, self.kernels.find, (ids, table_ranges, rows), frequencies)
+            table_ranges = torch.nn.functional.pad(keep.cumsum(0), (1, 0))[table_ranges]
+            ids, rows = ids[keep], rows[keep]
         lag = self.steps.next_lag()
         plans = plan_inserts(self.index, ids, table_ranges, rows, lag, tables)
         growable = [] if self.growth is None else self.growth.growable(self.capacities)
@@ -369,6 +404,8 @@ class TableGroup:
                 step.finish()
             last = _last_occurrences(rows)
             keep = last[rows[last] >= 0]
+            if self.admission is not None and self.admission.counter is not None:
+                self.kernels.erase(self.admission.counter, ids, self._ranges_of(table, ids.numel()))
             self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
         return rows >= 0
 
@@ -413,22 +450,30 @@ class TableGroup:
             self.counter_reader.send()
             counts = self.counter_reader.latest()
             sizes = [size_of(of_table) for of_table in counts]
-        return {
-            name: describe(size, capacity, of_table)
-            for name, size, capacity, of_table in zip(self.names, sizes, self.capacities, counts, strict=True)
-        }
+        described = [describe(*numbers) for numbers in zip(sizes, self.capacities, counts, strict=True)]
+        if self.admission_reader is not None:
+            if not wait:
+                self.admission_reader.send()
+            counted = self.admission_reader.wait() if wait else self.admission_reader.latest()
+            described = [d | describe_counter(of_table) for d, of_table in zip(described, counted, strict=True)]
+        return dict(zip(self.names, described, strict=True))
 
     def bucket_loads(self, table: int) -> torch.Tensor:
         """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]``; waits."""
         return bucket_loads(self.index, table)
 
     def memory_usage(self) -> dict[str, int]:
-        """Return bytes allocated for ``rows`` and ``index``."""
-        return {"rows": self.store.num_bytes(), "index": self.index.num_bytes()}
+        """Return bytes allocated for ``rows`` and ``index``, and for the admission ``counter`` if there is one."""
+        usage = {"rows": self.store.num_bytes(), "index": self.index.num_bytes()}
+        if self.admission is not None and self.admission.counter is not None:
+            usage["counter"] = self.admission.counter.num_bytes()
+        return usage
 
     def check_invariants(self) -> None:
         """Check the structural invariants; for tests."""
         check_invariants(self.index, self.store, self.capacities)
+        if self.admission is not None:
+            self.admission.check_invariants()
 
 
 def _last_occurrences(rows: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,11 @@ ERASED = 5
 DROPPED = 6  # gradients of ids that were gone by the time of backward
 CLAMPED = 7  # offsets and frequencies on a GPU that were out of range
 EXPIRED = 8  # ids that were forgotten because they were too old
-NUM_COUNTERS = 9
+NON_ADMITTED = 9  # occurrences of ids that got no row because they were not admitted
+NUM_COUNTERS = 10
 COUNTER_NAMES = (
     "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs", "expired",
+    "non_admitted",
 )  # fmt: skip
 
 # keys, digests, scores, rows, tags.

@@ -12,6 +12,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.counter import Newcomers
 from dynamicemb.table.index import Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import FeatureLayout
@@ -125,9 +126,9 @@ def _insert(*args: Any) -> Any:
 
 def _find_or_insert(*args: Any) -> Any:
     index, rest = _index(args), args[_NUM_INDEX_ARGUMENTS:]
-    store, (modes, params, keys, *batch) = _store(*rest[:6]), rest[6:]
-    initializers = InitializerTable(modes, params, keys)
-    rows, events = kernels_for(store.device).find_or_insert(index, store, initializers, *batch)
+    store, (modes, params, keys, *batch, state_values) = _store(*rest[:6]), rest[6:]
+    newcomers = Newcomers(InitializerTable(modes, params, keys), state_values)
+    rows, events = kernels_for(store.device).find_or_insert(index, store, newcomers, *batch)
     return rows, *events.result()
 
 

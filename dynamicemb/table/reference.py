@@ -45,6 +45,61 @@ class Bucket:
     ghosts: list[int] = field(default_factory=list)
 
 
+class Rejected(Entry):
+    """What an id reads that was not admitted; nobody keeps it."""
+
+
+class ReferenceCounter:
+    """Counts of the ids of one table that have no row, as a dict per bucket."""
+
+    def __init__(self, num_buckets: int, bucket_capacity: int):
+        """Make an empty counter of ``num_buckets`` buckets, each of which holds ``bucket_capacity`` ids."""
+        self.bucket_capacity = bucket_capacity
+        self.buckets: list[dict[int, int]] = [{} for _ in range(num_buckets)]
+        self.counts = dict.fromkeys(("evicted", "failed"), 0)
+
+    def counted(self) -> dict[int, int]:
+        """Return all counts."""
+        return {key: count for bucket in self.buckets for key, count in bucket.items()}
+
+    def judge(self, amounts: dict[int, int], limit: int) -> dict[int, int]:
+        """Count the missing ids of a lookup; return those that reach the limit, with all their occurrences.
+
+        Args:
+            amounts: occurrences of each id, in batch order.
+            limit: what admits.
+        """
+        admitted, new = {}, []
+        for key, amount in amounts.items():
+            bucket = self._bucket(key)
+            total = bucket.get(key, 0) + amount
+            if total >= limit:
+                admitted[key] = total
+                bucket.pop(key, None)
+            elif key in bucket:
+                bucket[key] = total
+            else:
+                new.append(key)
+        for key in new:
+            bucket = self._bucket(key)
+            if len(bucket) >= self.bucket_capacity:
+                others = [(count, mixed(k), k) for k, count in bucket.items() if k not in amounts]
+                if not others:
+                    self.counts["failed"] += 1
+                    continue
+                del bucket[min(others)[2]]
+                self.counts["evicted"] += 1
+            bucket[key] = amounts[key]
+        return admitted
+
+    def _bucket(self, key: int) -> dict[int, int]:
+        return self.buckets[(mixed(key) >> 20) % len(self.buckets)]
+
+
+# Of (occurrences of the missing ids in batch order, step): those that get a row, and all their occurrences so far.
+Judge = Callable[[dict[int, int], int], dict[int, int]]
+
+
 class ReferenceTable:
     """One table as a dict per bucket."""
 
@@ -56,6 +111,7 @@ class ReferenceTable:
         new_row: Callable[[int], tuple[np.ndarray, np.ndarray]],
         rank: Callable[[float, float, float], float] | None = None,
         ttl: int | None = None,
+        judge: Judge | None = None,
     ):
         """Make an empty table.
 
@@ -66,7 +122,9 @@ class ReferenceTable:
             new_row: initial ``(weights, state)`` of an id.
             rank: of (stamp, score, now), ranks instead of the score.
             ttl: time without a touch after which an id is forgotten; None: it never is.
+            judge: decides which new ids get a row; None: all do.
         """
+        self.judge = judge
         self.bucket_capacity = bucket_capacity
         self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
         self.keeps_scores = strategy == SCORE_NO_EVICTION
@@ -76,7 +134,8 @@ class ReferenceTable:
         self.oldest = 1
         self.now = 0
         self.buckets = [Bucket() for _ in range(num_buckets)]
-        self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased", "expired"), 0)
+        names = ("hits", "misses", "inserted", "evicted", "failed", "erased", "expired", "non_admitted")
+        self.counts = dict.fromkeys(names, 0)
 
     def bucket(self, key: int) -> Bucket:
         """Return the bucket of an id."""
@@ -125,7 +184,8 @@ class ReferenceTable:
             now: time of this step.
 
         Returns:
-            The entry of every occurrence (None where it failed) and what was evicted, in batch order.
+            The entry of every occurrence (None where it failed, ``Rejected`` where it was not admitted) and what was
+            evicted, in batch order.
         """
         self.oldest, self.now = oldest, max(self.now, now)
         amounts = frequencies if frequencies is not None else [1] * len(keys)
@@ -134,15 +194,22 @@ class ReferenceTable:
             self.counts["hits" if entry is not None else "misses"] += 1
             if entry is not None:
                 self._touch(entry, self._next_score(entry, amount, value), tag, now)
-        for key in {key for key, entry in zip(keys, found, strict=True) if entry is None}:
+        evicted: list[tuple[int, Entry]] = []
+        missing = [(key, amount) for key, amount, entry in zip(keys, amounts, found, strict=True) if entry is None]
+        before = self._admit(missing, tag)
+        for key in before:
             # An expired id that returns has its own slot still, which is free for it and for no other.
             if key in self.bucket(key).entries:
                 self._forget(self.bucket(key), key)
                 self.bucket(key).entries[key] = self._new(key, tag)
+                self.bucket(key).entries[key].score = before[key]
         self.erase_expired()
-        evicted: list[tuple[int, Entry]] = []
         for i, key in enumerate(keys):
             if found[i] is not None:
+                continue
+            if key not in before:
+                found[i] = Rejected(*self.new_row(key), 0, 0)
+                self.counts["non_admitted"] += 1
                 continue
             entry = self.get(key)
             if entry is not None:
@@ -150,7 +217,8 @@ class ReferenceTable:
             else:
                 entry = self._place(key, oldest, now, evicted)
                 if entry is not None:
-                    self._touch(entry, amounts[i] if self.counts_occurrences else value, tag, now)
+                    score = before[key] + amounts[i] if self.counts_occurrences else value
+                    self._touch(entry, score, tag, now)
             found[i] = entry
         return found, evicted
 
@@ -158,6 +226,15 @@ class ReferenceTable:
         if self.keeps_scores:
             return entry.score
         return entry.score + amount if self.counts_occurrences else value
+
+    def _admit(self, missing: list[tuple[int, int]], tag: int) -> dict[int, int]:
+        """Return the missing ids that get a row, and how often each occurred before this lookup."""
+        if self.judge is None:
+            return dict.fromkeys((key for key, _ in missing), 0)
+        sums: dict[int, int] = {}
+        for key, amount in missing:
+            sums[key] = sums.get(key, 0) + amount
+        return {key: total - sums[key] for key, total in self.judge(sums, tag).items()}
 
     def _touch(self, entry: Entry, score: int, tag: int, now: int) -> None:
         entry.score, entry.tag, entry.stamp = score, tag, now

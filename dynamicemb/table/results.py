@@ -4,6 +4,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dynamicemb.table.staging import Staged
+
 
 class OpenBatch(NamedTuple):
     """A lookup that has begun.
@@ -38,7 +40,14 @@ class InsertResult(NamedTuple):
 
 
 class InsertEvents(Protocol):
-    """An insert that ran on the device; its outcome is fetched only when somebody asks."""
+    """An insert that ran on the device; its outcome is fetched only when somebody asks.
+
+    Attributes:
+        staged: what the lookup reads where ids were not admitted; None: its rows say it.
+    """
+
+    @property
+    def staged(self) -> Staged | None: ...
 
     def result(self) -> InsertResult:
         """Return the outcome; waits for the device."""

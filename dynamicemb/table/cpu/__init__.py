@@ -1,5 +1,6 @@
 """Kernels in numba, for tables on the CPU."""
 
+from dynamicemb.table.cpu.admit import add_counts
 from dynamicemb.table.cpu.advance import advance, observe_time, rebase
 from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
@@ -16,6 +17,7 @@ from dynamicemb.table.cpu.transfer import read_rows, write_rows
 from dynamicemb.table.cpu.update import update
 
 __all__ = [
+    "add_counts",
     "advance",
     "erase",
     "find",

@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from dynamicemb.table.counter import Newcomers
+from dynamicemb.table.cpu.admit import admit
 from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
 from dynamicemb.table.index import Index
-from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.staging import Staged
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Inserted:
     """``InsertEvents`` of the CPU: the outcome is known at once."""
 
     outcome: InsertResult
+    staged: Staged | None = None
 
     def result(self) -> InsertResult:
         """Return the outcome."""
@@ -28,27 +31,33 @@ class Inserted:
 def find_or_insert(
     index: Index,
     store: RowStore,
-    initializers: InitializerTable,
+    newcomers: Newcomers,
     ids: torch.Tensor,
     table_ranges: torch.Tensor,
     frequencies: torch.Tensor | None,
-    state_values: torch.Tensor,
 ) -> tuple[torch.Tensor, Inserted]:
     """Return the row of every id, placing and initialising those that are missing.
 
     Args:
         index: the group's index; the step must have begun.
         store: the group's rows.
-        initializers: how new rows are filled.
+        newcomers: what becomes of missing ids.
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
-        state_values: f32 ``[T]``, what optimizer state starts at.
 
     Returns:
-        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids.
+        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids, and where the id was not
+        admitted.
     """
     rows = find(index, ids, table_ranges, True, frequencies)
+    initializers, state_values = newcomers.initializers, newcomers.state_values
+    verdict = None
+    if newcomers.admission is not None:
+        verdict = admit(index, store, newcomers, ids, table_ranges, rows, frequencies)
+    if verdict is not None:
+        frequencies = verdict.frequencies
+        verdict.hide(rows)
     result = insert(index, ids, table_ranges, rows, frequencies)
     if result.new.numel():
         tables = torch.searchsorted(table_ranges, result.new, right=True).sub_(1).to(torch.int32)
@@ -58,4 +67,4 @@ def find_or_insert(
             # These rows still hold a victim's values, or nothing: nobody must find them.
             erase(index, ids[result.new], torch.searchsorted(result.new, table_ranges))
             raise
-    return rows, Inserted(result)
+    return rows, Inserted(result, None if verdict is None else verdict.settle(rows))

@@ -1,5 +1,6 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
+from dynamicemb.table.triton.admit import add_counts
 from dynamicemb.table.triton.advance import advance, observe_time, rebase
 from dynamicemb.table.triton.erase import erase
 from dynamicemb.table.triton.find import find
@@ -15,6 +16,7 @@ from dynamicemb.table.triton.transfer import read_rows, write_rows
 from dynamicemb.table.triton.update import update
 
 __all__ = [
+    "add_counts",
     "advance",
     "erase",
     "find",

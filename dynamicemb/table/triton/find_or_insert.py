@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from dynamicemb.table.counter import Newcomers
 from dynamicemb.table.index import Index
-from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.staging import Staged
+from dynamicemb.table.triton.admit import admit
 from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
@@ -19,6 +21,7 @@ class Inserted(NamedTuple):
     """``InsertEvents`` of the GPU: the outcome of each leader, still on the device."""
 
     missing: Missing
+    staged: Staged | None = None
 
     def result(self) -> InsertResult:
         """Return the outcome in batch order. Host sync: one, for the number of leaders, and those of the selections."""
@@ -42,11 +45,10 @@ class Inserted(NamedTuple):
 def find_or_insert(
     index: Index,
     store: RowStore,
-    initializers: InitializerTable,
+    newcomers: Newcomers,
     ids: torch.Tensor,
     table_ranges: torch.Tensor,
     frequencies: torch.Tensor | None,
-    state_values: torch.Tensor,
     scratch: Missing | None = None,
 ) -> tuple[torch.Tensor, Inserted]:
     """Return the row of every id, placing and initialising those that are missing.
@@ -54,32 +56,42 @@ def find_or_insert(
     Args:
         index: the group's index; the step must have begun.
         store: the group's rows.
-        initializers: how new rows are filled.
+        newcomers: what becomes of missing ids.
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
-        state_values: f32 ``[T]``, what optimizer state starts at.
         scratch: of ``open_batch``; None allocates and fills it here. Its ``ordered`` says whether the ids of a bucket
             are placed in batch order, as on the CPU, so that the same ids get the same rows and, where a bucket cannot
             hold all, the same ids fail. Otherwise the order within a bucket is any; without failures it leaves the same
             ids and scores.
 
     Returns:
-        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids. Not ordered, an event
-        names any one of the occurrences of its id.
+        ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids, and where the id was not
+        admitted. Not ordered, an event names any one of the occurrences of its id.
 
     Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 70 bytes per id, from torch's
-    allocator), so a call that is cut short leaves nothing behind in the next one's way.
+    allocator), so a call that is cut short leaves nothing behind in the next one's way. Admission takes as much again,
+    and a staged row per id.
     """
     missing = Missing.allocate(index, ids.numel()).filled() if scratch is None else scratch
     rows = find_and_list(index, ids, table_ranges, frequencies, missing)
+    admission, staged = newcomers.admission, None
     if ids.numel() > 0:
-        elect(index, ids, rows, table_ranges, frequencies, missing)
+        if admission is not None and admission.needs_amounts:
+            missing = missing.counting()
+        elect(index, ids, rows, table_ranges, frequencies, missing, admission)
+        rejected = None
+        if admission is not None:
+            rejected = admit(index, store, admission, ids, table_ranges, rows, missing)
         if missing.ordered:
             order(index, ids, table_ranges, rows, missing)
         if index.expires:
             revive(index, rows, missing)
         insert(index, rows, missing)
-        initialize_leaders(store, initializers, missing, state_values)
-        settle(index, table_ranges, rows, missing)
-    return rows, Inserted(missing)
+        initialize_leaders(store, newcomers.initializers, missing, newcomers.state_values)
+        if rejected is None:
+            settle(index, table_ranges, rows, missing)
+        else:
+            rejected.initialize(table_ranges, newcomers.state_values)
+            staged = rejected.settle(index, table_ranges, rows, missing)
+    return rows, Inserted(missing, staged)

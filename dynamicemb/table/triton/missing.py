@@ -8,7 +8,7 @@ costs its bucket one entry, however often it occurs.
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from dynamicemb.dynamicemb_config import is_deterministic
-from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, NUM_COUNTERS, Index
+from dynamicemb.table.counter import Admission
+from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, NON_ADMITTED, NUM_COUNTERS, Index
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
@@ -48,6 +49,7 @@ _FAILED = tl.constexpr(FAILED)
 _EXPIRED = tl.constexpr(EXPIRED)
 _EVICTED_OUTCOME = tl.constexpr(EVICTED_OUTCOME)
 _EXPIRED_OUTCOME = tl.constexpr(EXPIRED_OUTCOME)
+_NON_ADMITTED = tl.constexpr(NON_ADMITTED)
 _NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
 
 
@@ -158,6 +160,39 @@ class Missing:
         ]
         return cls(scratch, places, num_ids, num_claims, num_lists, ordered, *parts)
 
+    def beside(self, index: Index, num_more: int) -> "Missing":
+        """Return lists for the same leaders by the buckets of another index, filled; claims and amounts are shared.
+
+        Args:
+            index: the other index.
+            num_more: words of scratch memory behind all parts; four more, that start at -1, are behind the lists.
+        """
+        num_ids = self.num_ids
+        num_lists = max(4, min(self.num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
+        places = _places(num_ids, 0, num_lists + 4, False, False)
+        scratch = torch.empty(places.end + num_more, dtype=torch.int32, device=self.scratch.device)
+        scratch[: places.amounts] = -1
+        sizes = (0, num_lists, 4, 0, *[num_ids] * 3, 0, *[num_ids] * 7)
+        parts = [
+            carve(scratch, begin, size, dtype) for begin, size, dtype in zip(places, sizes, _PART_DTYPES, strict=False)
+        ]
+        parts[0], parts[3] = self.claims, self.amounts
+        return Missing(scratch, places, num_ids, self.num_claims, num_lists, self.ordered, *parts)
+
+    def counting(self) -> "Missing":
+        """Return the same with amounts, all 0, also where no table counts."""
+        if self.places.leader_ids > self.places.amounts:
+            return self
+        amounts = torch.zeros(self.num_claims, dtype=torch.int64, device=self.scratch.device)
+        return replace(self, amounts=amounts)
+
+    def lists(self) -> tuple[Any, ...]:
+        """Return what ``push`` writes, in its order."""
+        return (
+            self.heads, self.counts, self.leader_ids, self.leader_tables, self.leader_buckets, self.positions,
+            self.next, self.work,
+        )  # fmt: skip
+
     def filled(self) -> "Missing":
         """Fill what must be filled; for a lookup that did not begin with ``open_batch``."""
         self.scratch[: self.num_ones] = -1
@@ -190,7 +225,7 @@ _PART_DTYPES = (*[torch.int32] * 3, *[torch.int64] * 5, *[torch.int32] * 7)
 
 def elect(
     index: Index, ids: torch.Tensor, rows: torch.Tensor, table_ranges: torch.Tensor, frequencies: torch.Tensor | None,
-    missing: Missing,
+    missing: Missing, admission: Admission | None = None,
 ) -> None:  # fmt: skip
     """Give the occurrences of each missing id one place and one leader; list the leaders, unless ``missing.ordered``.
 
@@ -201,6 +236,7 @@ def elect(
         table_ranges: i64 ``[T+1]``.
         frequencies: i64 ``[N]`` or None; only tables that count read it.
         missing: the scratch memory, with the missing occurrences noted.
+        admission: if there is one, nobody is listed yet, and occurrences are summed where it needs that.
 
     Host sync: none; the grid is persistent. Bytes moved per missing occurrence: 8 entry, 8 id, 4 place, 4 row; per
     leader 28 for the lists.
@@ -208,14 +244,13 @@ def elect(
     block = 64
     args = (
         ids, table_ranges, index.bucket_offsets, ids if frequencies is None else frequencies, rows, missing.entries(),
-        missing.claims, missing.heads, missing.counts, missing.leader_ids, missing.leader_tables,
-        missing.leader_buckets, missing.positions, missing.next, missing.work, missing.amounts,
-        missing.num_claims - 1, missing.num_lists - 1,
+        missing.claims, *missing.lists(), missing.amounts, missing.num_claims - 1, missing.num_lists - 1,
     )  # fmt: skip
     constants = {
-        "COUNTS": index.counting != COUNT_NONE,
+        "COUNTS": index.counting != COUNT_NONE or (admission is not None and admission.needs_amounts),
         "HAS_FREQUENCIES": frequencies is not None,
         "ORDERED": missing.ordered,
+        "LIST": not missing.ordered and admission is None,
         "BLOCK": block,
     }
     launch(_elect_kernel, persistent_grid(ids.device, cdiv(ids.numel(), block)), args, constants, num_warps=1)
@@ -256,7 +291,13 @@ def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: tor
     launch(_link_kernel, grid, links, {"BLOCK": block}, num_warps=4)
 
 
-def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
+def settle(
+    index: Index,
+    table_ranges: torch.Tensor,
+    rows: torch.Tensor,
+    missing: Missing,
+    first_staged: int | None = None,
+) -> torch.Tensor | None:
     """Give every occurrence of a missing id the row of its leader; count what was inserted, evicted and failed.
 
     Args:
@@ -264,20 +305,28 @@ def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing
         table_ranges: i64 ``[T+1]``.
         rows: i32 ``[N]``, leaders' rows or -1, and ``-2 - place`` for all other occurrences of missing ids.
         missing: the scratch memory.
+        first_staged: rows from here on are staged: they become -1 in ``rows``, and count as not admitted.
 
-    Host sync: none. Bytes moved: 4 per occurrence, 12 more per occurrence of a missing id.
+    Returns:
+        With ``first_staged``, the rows with the staged ones, i32 ``[N]``.
+
+    Host sync: none. Bytes moved: 4 per occurrence, 12 more per occurrence of a missing id; 4 per occurrence for the
+    staged ones.
     """
     block = 1024
+    staged = None if first_staged is None else torch.empty_like(rows)
     args = (
         rows, missing.claims, missing.counts, missing.leader_tables, missing.outcomes, table_ranges, index.counters,
-        rows.numel(), index.num_tables,
+        rows if staged is None else staged, rows.numel(), index.num_tables, first_staged or 0,
     )  # fmt: skip
     constants = {
         "EXPIRES": index.expires,
+        "STAGED": staged is not None,
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": block,
     }
     launch(_settle_kernel, (cdiv(rows.numel(), block),), args, constants, num_warps=4)
+    return staged
 
 
 @triton.jit
@@ -316,6 +365,42 @@ def _claim(i, ids, h, table, pending, claims_ptr, ids_ptr, table_ranges_ptr, cla
     return place, leader
 
 
+@triton.jit
+def push(leader, i, ids, h, table, bucket_offsets_ptr, lists, lists_mask):
+    """Put leaders on the lists of their buckets.
+
+    Args:
+        leader: which lanes.
+        i: int32, the leading occurrences.
+        ids: their ids.
+        h: uint64, mixed.
+        table: int32, their tables.
+        bucket_offsets_ptr: i64 ``[T+1]``, the buckets of the index that has the lists.
+        lists: of ``Missing.lists``.
+        lists_mask: number of lists, minus 1.
+    """
+    heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr, leader_buckets_ptr, positions_ptr, next_ptr = lists[:7]
+    work_ptr = lists[7]
+    leading = leader.to(tl.int32)
+    number = tl.sum(leading, 0)
+    if number > 0:
+        first_bucket = tl.load(bucket_offsets_ptr + table)
+        num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
+        bucket = (first_bucket + bucket_of(h, num_buckets)).to(tl.int32)
+        k = tl.atomic_add(counts_ptr + _LEADERS, number, sem="relaxed") + tl.cumsum(leading, 0)
+        tl.store(leader_ids_ptr + k, ids, mask=leader)
+        tl.store(leader_tables_ptr + k, table, mask=leader)
+        tl.store(leader_buckets_ptr + k, bucket, mask=leader)
+        tl.store(positions_ptr + k, i, mask=leader)
+        before = tl.atomic_xchg(heads_ptr + (bucket & lists_mask), k, mask=leader, sem="relaxed")
+        tl.store(next_ptr + k, before, mask=leader)
+        begins = (leader & (before == -1)).to(tl.int32)
+        lists_begun = tl.sum(begins, 0)
+        if lists_begun > 0:
+            w = tl.atomic_add(counts_ptr + _LISTS, lists_begun, sem="relaxed") + tl.cumsum(begins, 0)
+            tl.store(work_ptr + w, bucket & lists_mask, mask=begins > 0)
+
+
 @triton.jit(do_not_specialize=["claims_mask", "lists_mask"])
 def _elect_kernel(
     ids_ptr,
@@ -339,6 +424,7 @@ def _elect_kernel(
     COUNTS: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     ORDERED: tl.constexpr,
+    LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     num_missing = tl.load(counts_ptr + _MISSING) + 1
@@ -358,24 +444,12 @@ def _elect_kernel(
             if HAS_FREQUENCIES:
                 amount, _ = clamp_frequencies(tl.load(frequencies_ptr + i, mask=miss, other=1))
             tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
-        leading = leader.to(tl.int32)
-        number = tl.sum(leading, 0)
-        if (not ORDERED) & (number > 0):
-            first_bucket = tl.load(bucket_offsets_ptr + table)
-            num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
-            bucket = (first_bucket + bucket_of(h, num_buckets)).to(tl.int32)
-            k = tl.atomic_add(counts_ptr + _LEADERS, number, sem="relaxed") + tl.cumsum(leading, 0)
-            tl.store(leader_ids_ptr + k, ids, mask=leader)
-            tl.store(leader_tables_ptr + k, table, mask=leader)
-            tl.store(leader_buckets_ptr + k, bucket, mask=leader)
-            tl.store(positions_ptr + k, i, mask=leader)
-            before = tl.atomic_xchg(heads_ptr + (bucket & lists_mask), k, mask=leader, sem="relaxed")
-            tl.store(next_ptr + k, before, mask=leader)
-            begins = (leader & (before == -1)).to(tl.int32)
-            lists = tl.sum(begins, 0)
-            if lists > 0:
-                w = tl.atomic_add(counts_ptr + _LISTS, lists, sem="relaxed") + tl.cumsum(begins, 0)
-                tl.store(work_ptr + w, bucket & lists_mask, mask=begins > 0)
+        if LIST:
+            lists = (
+                heads_ptr, counts_ptr, leader_ids_ptr, leader_tables_ptr, leader_buckets_ptr, positions_ptr, next_ptr,
+                work_ptr,
+            )  # fmt: skip
+            push(leader, i, ids, h, table, bucket_offsets_ptr, lists, lists_mask)
         begin += tl.num_programs(0) * BLOCK
 
 
@@ -455,7 +529,7 @@ def _link_kernel(
             tl.store(work_ptr + w, key, mask=begins)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_tables"])
+@triton.jit(do_not_specialize=["num_ids", "num_tables", "first_staged"])
 def _settle_kernel(
     rows_ptr,
     claims_ptr,
@@ -464,9 +538,12 @@ def _settle_kernel(
     outcomes_ptr,
     table_ranges_ptr,
     counters_ptr,
+    staged_ptr,
     num_ids,
     num_tables,
+    first_staged,
     EXPIRES: tl.constexpr,
+    STAGED: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -478,6 +555,14 @@ def _settle_kernel(
     position = tl.load(claims_ptr + (-2 - row), mask=follower, other=0)
     settled = tl.load(rows_ptr + position, mask=follower, other=0)
     tl.store(rows_ptr + i, settled, mask=follower)
+    if STAGED:
+        tl.store(staged_ptr + i, tl.where(follower, settled, row), mask=i < num_ids)
+        # Nobody follows a leader that is staged: its followers have its row already.
+        rejected = (row >= first_staged) & (i < num_ids)
+        if tl.max(rejected.to(tl.int32), 0) > 0:
+            tl.store(rows_ptr + i, -1, mask=rejected)
+            table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
+            count_by_table(counters_ptr + _NON_ADMITTED, table, rejected, _NUM_COUNTERS)
     failed = (tl.where(follower, settled, row) == -1) & (i < num_ids)
     if tl.max(failed.to(tl.int32), 0) > 0:
         table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)

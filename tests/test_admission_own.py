@@ -1,0 +1,231 @@
+"""Admission by the user's own strategies and counters, and what is refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dynamicemb import (
+    AdmissionStrategy,
+    Counter,
+    DynamicEmbError,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    FrequencyAdmissionStrategy,
+    KVCounter,
+    ProbabilityAdmissionStrategy,
+)
+from dynamicemb.dynamicemb_config import MAX_BUCKET_CAPACITY
+from dynamicemb.embedding.admission import refuse_capture
+from dynamicemb.table.counter import ADMIT_BY_CALL
+from tests.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
+from tests.lookups import bag_per_id, batch, constant, make_module, options, score_of
+
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
+LFU = DynamicEmbScoreStrategy.LFU
+
+
+class Even(AdmissionStrategy):
+    """Admits even ids that occurred twice; rejected ids read 9."""
+
+    def __init__(self, fills: bool = True) -> None:
+        self.fills = fills
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        self.seen.append((keys.tolist(), frequencies.tolist()))
+        return (keys % 2 == 0) & (frequencies >= 2)
+
+    def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
+        if self.fills:
+            buffer[indices] = 9.0
+        return self.fills
+
+
+class DictCounter(Counter):
+    """Counts in a dict."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[int, int], int] = {}
+
+    def add(self, keys: torch.Tensor, table_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        out = []
+        for key, table, frequency in zip(keys.tolist(), table_ids.tolist(), frequencies.tolist(), strict=True):
+            self.counts[table, key] = self.counts.get((table, key), 0) + frequency
+            out.append(self.counts[table, key])
+        return torch.tensor(out, dtype=torch.int64, device=keys.device)
+
+    def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
+        for key, table in zip(keys.tolist(), table_ids.tolist(), strict=True):
+            self.counts.pop((table, key), None)
+
+    def memory_usage(self, mem_type: Any = None) -> int:
+        return 0
+
+    def load(self, key_file: str, counter_file: str, table_id: int) -> None:
+        raise NotImplementedError
+
+    def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("counter", ["none", "KVCounter", "own"])
+def test_c12_a_strategy_of_the_user(backend: str, counter: str) -> None:
+    strategy = Even()
+    counters = {"none": None, "KVCounter": KVCounter(64, 16), "own": DictCounter()}
+    tables = [
+        options(dim, admit_strategy=strategy, admission_counter=counters[counter], score_strategy=LFU) for dim in (4, 3)
+    ]
+    module = module_on(backend, *tables)
+    out = module(*batch([2, 3, 3, 2, 4], [4]))
+    assert strategy.seen == [([2, 3, 4], [2, 2, 1]), ([4], [1])]
+    torch.testing.assert_close(out[0, :4], 2 * first_values([2], 4)[0] + 27)
+    assert (out[0, 4:] == 9).all()
+    out.sum().backward()
+    module(*batch([4, 3], [6, 6]))
+    remembers = counter != "none"
+    assert strategy.seen[2:] == [([4, 3], [2, 3] if remembers else [1, 1]), ([6], [2])]
+    assert holds(module, [2, 3, 4]) == [True, False, remembers]
+    assert holds(module, [4, 6], "b") == [False, True]
+    if remembers:
+        assert score_of(module, "a", 4) == 2
+    if counter == "KVCounter":
+        assert (counts_of(module, 0), counts_of(module, 1)) == ({3: 3}, {4: 1})
+    if counter == "own":
+        assert counters["own"].counts == {(0, 3): 3, (1, 4): 1}
+    assert module.stats()["a"]["non_admitted"] == (4 if remembers else 5)
+    module.tables.check_invariants()
+
+
+def test_c12_a_strategy_that_fills_nothing_leaves_it_to_the_table(backend: str) -> None:
+    module = module_on(backend, options(admit_strategy=Even(fills=False)))
+    torch.testing.assert_close(module(*bag_per_id([3, 2])), first_values([3, 2], 4), rtol=0, atol=0)
+
+
+def test_c12_a_class_derived_from_ours_decides_itself(backend: str) -> None:
+    class Stricter(FrequencyAdmissionStrategy):
+        def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+            return super().admit(keys, frequencies) & (keys > 0)
+
+    module = module_on(backend, admitting(0, strategy=Stricter(2)))
+    assert module.tables.admission.kind == ADMIT_BY_CALL
+    module(*bag_per_id([1, 1, -1, -1]))
+    assert holds(module, [1, -1]) == [True, False]
+
+
+def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> None:
+    counter = DictCounter()
+    strategy = FrequencyAdmissionStrategy(2, constant(0.5))
+    module = module_on(backend, options(admit_strategy=strategy, admission_counter=counter))
+    assert (module(*bag_per_id([1])) == 0.5).all()
+    module(*bag_per_id([1, 2]))
+    assert holds(module, [1, 2]) == [True, False] and counter.counts == {(0, 2): 1}
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        ([True], TypeError, r"Wrong.admit must return a tensor of torch.bool, got \[True\]"),
+        (torch.ones(2, dtype=torch.int64, device="cpu"), TypeError, "got a torch.int64 tensor"),
+        (torch.ones(3, dtype=torch.bool, device="cpu"), ValueError, r"must return shape \(2,\)"),
+    ],
+)
+def test_c04_a_wrong_answer_of_the_user_is_refused(result: Any, error: type[Exception], message: str) -> None:
+    class Wrong(Even):
+        def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> Any:
+            return result
+
+    module = make_module([options(admit_strategy=Wrong())], device="cpu")
+    with pytest.raises(error, match=message):
+        module(*bag_per_id([1, 2]))
+    assert module.tables.steps.num_outstanding == 0 and module.stats()["a"]["size"] == 0
+
+
+def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    own = make_module([options(admit_strategy=Even())], device="cpu").tables.admission
+    ours = make_module([admitting(2)], device="cpu").tables.admission
+    gpu = torch.device("cuda")
+    with pytest.raises(DynamicEmbError, match="use FrequencyAdmissionStrategy with a KVCounter"):
+        refuse_capture(SimpleNamespace(admission=own, device=gpu))
+    refuse_capture(SimpleNamespace(admission=ours, device=gpu))
+    refuse_capture(SimpleNamespace(admission=None, device=gpu))
+
+
+# Construction
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: FrequencyAdmissionStrategy(-1), ValueError, "threshold must be in 0"),
+        (lambda: FrequencyAdmissionStrategy(2**63), ValueError, "threshold must be in 0"),
+        (lambda: FrequencyAdmissionStrategy(1.5), TypeError, "threshold must be an int"),
+        (lambda: FrequencyAdmissionStrategy(True), TypeError, "threshold must be an int"),
+        (lambda: FrequencyAdmissionStrategy(1, 0.5), TypeError, "initializer_args must be"),
+        (lambda: ProbabilityAdmissionStrategy(0), ValueError, r"probability must be in \(0, 1\], got 0"),
+        (lambda: ProbabilityAdmissionStrategy(1.01), ValueError, "probability must be in"),
+        (lambda: ProbabilityAdmissionStrategy(float("nan")), ValueError, "probability must be in"),
+        (lambda: ProbabilityAdmissionStrategy("1"), TypeError, "probability must be a number"),
+        (lambda: KVCounter(0), ValueError, "capacity of a KVCounter must be >= 1"),
+        (lambda: KVCounter(1.0), TypeError, "capacity of a KVCounter must be an int"),
+        (lambda: KVCounter(10, 17), ValueError, "multiple of 16"),
+        (lambda: KVCounter(10, key_type=torch.int32), ValueError, "int64 or uint64"),
+        (lambda: options(admission_counter=KVCounter(9)), ValueError, "no effect without an admit_strategy"),
+        (lambda: options(admit_strategy=FrequencyAdmissionStrategy(2)), ValueError, "needs an admission_counter"),
+        (
+            lambda: options(admit_strategy=ProbabilityAdmissionStrategy(0.5), admission_counter=KVCounter(9)),
+            ValueError,
+            "no effect on ProbabilityAdmissionStrategy",
+        ),
+        (lambda: options(admit_strategy=Even(), admission_counter=5), TypeError, "must be a KVCounter or a Counter"),
+        (lambda: options(admit_strategy=Even), TypeError, "admit_strategy must be a"),
+        (lambda: make_module([admitting(2), admitting(3)]), ValueError, "differ in admit_strategy"),
+        (lambda: make_module([admitting(2), options()]), ValueError, "differ in admit_strategy"),
+        (
+            lambda: make_module([options(admit_strategy=EVEN), options(admit_strategy=EVEN, admission_counter=NINE)]),
+            ValueError,
+            "need counters of one kind",
+        ),
+        (
+            lambda: make_module([options(admit_strategy=EVEN, admission_counter=KVCounter(9, b)) for b in (16, 32)]),
+            ValueError,
+            r"buckets of \[16, 32\] ids",
+        ),
+    ],
+)
+def test_c27_what_makes_no_sense_is_refused_at_construction(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+EVEN, NINE = Even(), KVCounter(9, 16)
+
+
+def test_c27_admission_of_a_table_that_is_only_read_warns() -> None:
+    with pytest.warns(UserWarning, match="admit_strategy=.*no effect: a table with training=False inserts nothing"):
+        make_module([admitting(2, training=False)])
+
+
+def test_c27_frequencies_without_effect_are_refused() -> None:
+    module = make_module([by_chance(0.5)], device="cpu")
+    with pytest.raises(ValueError, match="only score_strategy LFU and admission count"):
+        module(*bag_per_id([1]), frequency_counters=torch.tensor([2]))
+
+
+def test_counters_are_rounded_up_to_whole_buckets() -> None:
+    assert KVCounter(1).layout() == (1, 1024) and KVCounter(33, 16).layout() == (3, 16)
+    assert KVCounter(33, MAX_BUCKET_CAPACITY).layout() == (1, 48)
+
+
+def test_the_names_of_the_reference_implementation() -> None:
+    import dynamicemb
+    from dynamicemb import embedding_admission
+
+    assert embedding_admission.KVCounter is dynamicemb.KVCounter is KVCounter
+    assert KVCounter(capacity=5, bucket_capacity=32, key_type=torch.uint64).bucket_capacity == 32
+    strategy = FrequencyAdmissionStrategy(threshold=2, initializer_args=None)
+    assert strategy == FrequencyAdmissionStrategy(2) and hash(strategy) == hash(FrequencyAdmissionStrategy(2))
+    assert strategy.admit(torch.tensor([1, 2]), torch.tensor([1, 2])).tolist() == [False, True]
+    assert DynamicEmbTableOptions(admit_strategy=strategy, admission_counter=KVCounter(9)).admit_strategy is strategy
