@@ -115,6 +115,8 @@ DEFAULT_INDEX_TYPE = torch.int64
 BATCH_SIZE_PER_DUMP = 65536
 DEBUG_EMB_INITIALIZER_MOD = 100_000
 MAX_DIM = 2048
+# Seconds, about 31 years: subtracted from the time since 1970, they leave a positive number.
+MAX_TTL = 1_000_000_000
 SUPPORTED_DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 DynamicEmbKernel = "DynamicEmb"
 DEMB_DETERMINISM_MODE = "DEMB_DETERMINISM_MODE"
@@ -227,6 +229,9 @@ class DynamicEmbTableOptions:
             ``def`` in a file, of assignments, arithmetic, comparisons, conditional expressions, ``min``, ``max``,
             ``abs``, functions of ``math``, and numbers of the scopes around it as they are now. Tables of one module
             must agree.
+        ttl: seconds without a touch after which an id is forgotten: it is absent, its place goes to new ids before any
+            other id is evicted, and when it returns it starts fresh. Ids of steps that are not over stay. None: never.
+            Needs a timestamp: ``score_strategy`` TIMESTAMP, or with LFU.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -252,6 +257,7 @@ class DynamicEmbTableOptions:
     admission_counter: Any = None
     protect_steps: int = 0
     score_function: Callable[..., float] | None = None
+    ttl: float | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -329,6 +335,20 @@ class DynamicEmbTableOptions:
             raise TypeError(f"max_load_factor must be a number, got {self.max_load_factor!r}")
         if not 0 < self.max_load_factor <= 1:
             raise ValueError(f"max_load_factor must be in (0, 1], got {self.max_load_factor}")
+        if self.ttl is not None:
+            self._validate_ttl(self.ttl)
+
+    def _validate_ttl(self, ttl: float) -> None:
+        if not isinstance(ttl, Real) or isinstance(ttl, bool):
+            raise TypeError(f"ttl must be a number of seconds or None, got {ttl!r}")
+        if not 0 < ttl < MAX_TTL:
+            raise ValueError(f"ttl must be more than 0 and less than {MAX_TTL} seconds, got {ttl}; None is forever")
+        timed = isinstance(self.score_strategy, tuple) or self.score_strategy is DynamicEmbScoreStrategy.TIMESTAMP
+        if self.score_strategy is not None and not timed:
+            raise ValueError(
+                f"ttl={ttl} needs to know when ids were touched, but score_strategy is {self.score_strategy!r}; "
+                "use TIMESTAMP, or TIMESTAMP with LFU"
+            )
 
     def _warn_about_evict_strategy(self) -> None:
         if self.score_strategy is None or self.evict_strategy is DynamicEmbEvictStrategy.LRU:

@@ -273,7 +273,7 @@ def test_c06_stats_count_what_happened() -> None:
     stats = module.stats()
     assert stats["a"] == {
         "size": 16, "capacity": 16, "load": 1.0, "hits": 1, "misses": 20, "inserted": 19, "evicted": 2, "failed": 0,
-        "erased": 1, "dropped_gradients": 0, "clamped_inputs": 0,
+        "erased": 1, "dropped_gradients": 0, "clamped_inputs": 0, "expired": 0,
     }  # fmt: skip
     assert stats["b"]["size"] == 1 and stats["b"]["load"] == 1 / 32 and stats["b"]["misses"] == 1
 

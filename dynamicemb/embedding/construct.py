@@ -19,7 +19,7 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.score_function import translate
 from dynamicemb.table.group import GroupOptions, TableGroup
 from dynamicemb.table.growth import GrowthLimits
-from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, STAMP_BYTES_PER_SLOT
+from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, NEVER, STAMP_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
 from dynamicemb.table.scores import (
@@ -236,6 +236,7 @@ def build_group(
             state_value=optimizer.initial_accumulator_value,
             protect_steps=first.protect_steps,
             score_function=_score_function(first),
+            ttls=_ttls(options),
         ),
         device,
         growth,
@@ -305,6 +306,13 @@ def _score_function(option: DynamicEmbTableOptions) -> str | None:
     if option.score_function is None or option.score_strategy is None:
         return None
     return translate(option.score_function, option.score_strategy)
+
+
+def _ttls(options: Sequence[DynamicEmbTableOptions]) -> tuple[int, ...]:
+    """Return the time to live of each table in nanoseconds, or nothing if no table has one."""
+    if all(option.ttl is None for option in options):
+        return ()
+    return tuple(NEVER if option.ttl is None else round(option.ttl * 1e9) for option in options)
 
 
 def _set(value: int | None) -> int:

@@ -332,7 +332,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group, weights = self._group, batch.per_sample_weights
         with group.lock:
-            if self.pooling_mode is DynamicEmbPoolingMode.NONE:
+            if self.pooling_mode is DynamicEmbPoolingMode.NONE and not group.index.expires:
                 return find_and_read_rows(group, batch.ids, batch.offsets, layout, self._eval_reading)
             opened = group.open_batch(batch.offsets, layout, batch.ids.numel())
             with phase("find"):
@@ -455,6 +455,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def erase(self, table_name: str, ids: torch.Tensor) -> int:
         """Remove ids from a table; returns how many were there. An erased id that returns starts fresh."""
         return self._group.erase(self._table(table_name), check_ids(ids, self._group.device, "ids"))
+
+    def erase_expired(self, table_name: str) -> int:
+        """Free the places of ids that have outlived a table's ``ttl``, as lookups do one by one; returns how many."""
+        return self._group.erase_expired(self._table(table_name))
 
     def export_keys_values(
         self, table_name: str, device: torch.device | str, batch_size: int = 65536

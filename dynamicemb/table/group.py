@@ -13,10 +13,10 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.crowding import roomy_factor
 from dynamicemb.table.growth import Growth, GrowthLimits, grow_by, make_room
-from dynamicemb.table.index import DROPPED, NOW, Index
+from dynamicemb.table.index import DROPPED, EXPIRED, NOW, SEEN, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
-from dynamicemb.table.layout import FeatureLayout
+from dynamicemb.table.layout import DIGEST_ERASED, FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
 from dynamicemb.table.relocation import rebuild
@@ -42,6 +42,8 @@ class GroupOptions:
         state_value: what optimizer state starts at.
         protect_steps: finished steps whose ids are still not evicted.
         score_function: what ranks instead of compound scores, as ``score_function.translate`` returned it.
+        ttls: nanoseconds without a touch after which the ids of a table are forgotten, or NEVER; empty if none are.
+            Only a table with a timestamp has one.
     """
 
     bucket_capacity: int
@@ -51,6 +53,7 @@ class GroupOptions:
     state_value: float = 0.0
     protect_steps: int = 0
     score_function: str | None = None
+    ttls: tuple[int, ...] = ()
 
 
 class TableGroup:
@@ -105,6 +108,7 @@ class TableGroup:
             options.strategies,
             device,
             options.score_function,
+            options.ttls,
         )
         self.counter_reader = CounterReader(self.index)
         self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.counter_reader)
@@ -171,7 +175,13 @@ class TableGroup:
 
     def open_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> OpenBatch:
         """Begin an evaluation: find the occurrences of each table."""
+        self.observe_time()
         return self.kernels.open_batch(self.index, offsets, layout, num_ids)
+
+    def observe_time(self) -> None:
+        """Let ids expire by the present time, not only by that of the last step. Host sync: none."""
+        if self.index.expires:
+            self.kernels.observe_time(self.index, self.steps.next_lag())
 
     def open_training_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> tuple[Step, OpenBatch]:
         """Begin a training forward: ``open_batch`` and ``begin_step`` in one."""
@@ -179,7 +189,7 @@ class TableGroup:
         return step, self.kernels.open_batch(self.index, offsets, layout, num_ids, self.steps.lag())
 
     def find(self, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
-        """Return i32 ``[N]`` rows, -1 where absent; changes nothing."""
+        """Return i32 ``[N]`` rows, -1 where absent by the time last observed; changes nothing."""
         return self.kernels.find(self.index, ids, table_ranges, False)
 
     def find_or_insert(
@@ -217,6 +227,7 @@ class TableGroup:
         """
         if self.growth is not None:
             self._make_room(ids, lambda: table_ranges)
+        self.observe_time()
         rows = self.find(ids, table_ranges)
         lag = self.steps.next_lag()
         plans = plan_inserts(self.index, ids, table_ranges, rows, lag, tables)
@@ -265,7 +276,7 @@ class TableGroup:
     # Contents
 
     def size(self, table: int) -> int:
-        """Return how many ids a table holds."""
+        """Return how many places of a table are taken, those of ids that have expired since included."""
         return int((self._slots_of(table, self.index.digests) >= 2).sum())
 
     def _slots_of(self, table: int, values: torch.Tensor) -> torch.Tensor:
@@ -280,8 +291,15 @@ class TableGroup:
         return ranges
 
     def scan(self, table: int, min_score: int = 0) -> torch.Tensor:
-        """Return the occupied slots of a table with at least this score or, compound, stamp; i64 ``[M]``, ascending."""
-        return self.kernels.scan(self.index, table, min_score)
+        """Return the occupied slots of a table with at least this score or, compound, stamp; i64 ``[M]``, ascending.
+
+        Ids that have expired are not there.
+        """
+        slots = self.kernels.scan(self.index, table, min_score)
+        if not self.index.expires:
+            return slots
+        self.observe_time()
+        return slots[~self.index.expired(table, slots)]
 
     def scores(self, table: int, slots: torch.Tensor) -> list[torch.Tensor]:
         """Return the score of slots i64 ``[M]``, each i64 ``[M]``; compound: the stamp and then the frequency."""
@@ -294,21 +312,41 @@ class TableGroup:
 
     def contains(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Return bool ``[N]``: which ids the table holds."""
+        self.observe_time()
         return self.find(ids, self._ranges_of(table, ids.numel())) >= 0
 
     def erase(self, table: int, ids: torch.Tensor) -> int:
         """Remove ids of a table; returns how many were there. They start fresh when they return."""
         with self.lock:
+            self.observe_time()
             erased = self.kernels.erase(self.index, ids, self._ranges_of(table, ids.numel()))
-            self.epoch += 1
             count = int(erased.sum())
-            if count:
-                if self.growth is not None:
-                    self.growth.erased(table, count, self.steps.current)
-                digests = self._slots_of(table, self.index.digests)
-                if int((digests == 1).sum()) * _REBUILD_SHARE > digests.numel():
-                    rebuild(self.index, self.kernels, table)
+            if count and self.growth is not None:
+                self.growth.erased(table, count, self.steps.current)
+            self._erased(table, count)
         return count
+
+    def erase_expired(self, table: int) -> int:
+        """Give the places of ids that have expired free; returns how many there were."""
+        if not self.index.expires:
+            return 0
+        with self.lock:
+            self.observe_time()
+            # No score is lower: every occupied slot.
+            slots = self.kernels.scan(self.index, table, 0)
+            gone = slots[self.index.expired(table, slots)]
+            self.index.digests[gone] = DIGEST_ERASED
+            self.index.counters[table, EXPIRED] += gone.numel()
+            self._erased(table, gone.numel())
+        return gone.numel()
+
+    def _erased(self, table: int, count: int) -> None:
+        """Note that ids are gone; rebuild a table in which too many slots are erased."""
+        self.epoch += 1
+        if count:
+            digests = self._slots_of(table, self.index.digests)
+            if int((digests == DIGEST_ERASED).sum()) * _REBUILD_SHARE > digests.numel():
+                rebuild(self.index, self.kernels, table)
 
     def assign(self, table: int, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Insert or overwrite ids with given weights; optimizer state of new ids starts at its initial value.
@@ -355,9 +393,9 @@ class TableGroup:
     def now(self) -> int:
         """Return Unix nanoseconds, later than any step so far and not later than any step to come."""
         with self.lock:
-            now = max(int(self.index.clock[NOW]) + 1, time.time_ns())
+            now = max(int(self.index.clock[SEEN]) + 1, time.time_ns())
             # The system's clock may be set back; the next step is at ``now`` or later all the same.
-            self.index.clock[NOW] = now - 1
+            self.index.clock[[NOW, SEEN]] = now - 1
         return now
 
     # Reports

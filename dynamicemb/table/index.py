@@ -17,7 +17,8 @@ OLDEST = 1  # oldest step whose ids are protected
 NOW = 2  # timestamp of the step, Unix nanoseconds
 UPDATES = 3  # optimizer applications so far
 MOVED = 4  # not 0: entries have moved, and slot i of a table need no longer own the table's row i
-CLOCK_SIZE = 5
+SEEN = 5  # the latest time anybody asked for, at least NOW; what is expired is so by then
+CLOCK_SIZE = 6
 
 # Columns of ``Index.counters``.
 HITS = 0
@@ -28,9 +29,10 @@ FAILED = 4
 ERASED = 5
 DROPPED = 6  # gradients of ids that were gone by the time of backward
 CLAMPED = 7  # offsets and frequencies on a GPU that were out of range
-NUM_COUNTERS = 8
+EXPIRED = 8  # ids that were forgotten because they were too old
+NUM_COUNTERS = 9
 COUNTER_NAMES = (
-    "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs",
+    "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs", "expired",
 )  # fmt: skip
 
 # keys, digests, scores, rows, tags.
@@ -38,9 +40,12 @@ INDEX_BYTES_PER_SLOT = 8 + 1 + 8 + 4 + 4
 # What ``Index.stamps`` adds where it is needed.
 STAMP_BYTES_PER_SLOT = 8
 
+# The time to live of an id that never expires, in nanoseconds.
+NEVER = 2**63 - 1
+
 
 # Fields of ``Index`` that are not tensors.
-_NUMBERS = ("bucket_capacity", "strategy", "score_function", "counting", "has_stamps")
+_NUMBERS = ("bucket_capacity", "strategy", "score_function", "counting", "has_stamps", "expires")
 
 
 def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
@@ -70,6 +75,8 @@ class Index:
         clock: i64 ``[CLOCK_SIZE]``.
         score_values: i64 ``[T]``, the score that a touch leaves; of no use for tables that count.
         strategies: i32 ``[T]``, SCORE_* of each table.
+        ttls: i64 ``[T]``, nanoseconds without a touch after which an id is forgotten, or NEVER; ``[0]`` in a group in
+            which no id is.
         counters: i64 ``[T, NUM_COUNTERS]``.
         bucket_capacity: slots of a bucket, a multiple of 16.
         strategy: the strategy of all tables, as ``common_strategy`` says, which the host knows without asking.
@@ -77,6 +84,7 @@ class Index:
             compound then.
         counting: COUNT_*: whether touches add to the score instead of replacing it in none, some or all tables.
         has_stamps: whether touches are stamped with their time.
+        expires: whether ids are forgotten.
     """
 
     keys: torch.Tensor
@@ -89,16 +97,19 @@ class Index:
     clock: torch.Tensor
     score_values: torch.Tensor
     strategies: torch.Tensor
+    ttls: torch.Tensor
     counters: torch.Tensor
     bucket_capacity: int
     strategy: int
     score_function: str | None = None
     counting: int = field(init=False)
     has_stamps: bool = field(init=False)
+    expires: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.counting = counting(self.strategy)
         self.has_stamps = self.stamps.numel() > 0
+        self.expires = self.ttls.numel() > 0
 
     @classmethod
     def create(
@@ -109,6 +120,7 @@ class Index:
         strategies: Sequence[int],
         device: torch.device,
         score_function: str | None = None,
+        ttls: Sequence[int] = (),
     ) -> "Index":
         """Make an empty index.
 
@@ -119,6 +131,7 @@ class Index:
             strategies: SCORE_* of each table.
             device: where the tensors live.
             score_function: see the attribute.
+            ttls: of each table, or none.
         """
         slots = sum(num_buckets) * bucket_capacity
 
@@ -144,6 +157,7 @@ class Index:
             clock=zeros(CLOCK_SIZE),
             score_values=zeros(len(num_buckets)),
             strategies=torch.tensor(strategies, dtype=torch.int32, device=device),
+            ttls=torch.tensor(ttls, dtype=torch.int64, device=device),
             counters=zeros(len(num_buckets), NUM_COUNTERS),
             bucket_capacity=bucket_capacity,
             strategy=common_strategy(strategies),
@@ -182,6 +196,15 @@ class Index:
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in field order, as the ops take them."""
         return [getattr(self, f.name) for f in fields(self) if f.name not in _NUMBERS]
+
+    def times(self) -> torch.Tensor:
+        """Return when each slot was touched last, i64 ``[S]``; of use for tables with a timestamp."""
+        return self.stamps if self.has_stamps else self.scores
+
+    def expired(self, table: int, slots: torch.Tensor) -> torch.Tensor:
+        """Return bool ``[M]``: which of a table's occupied slots hold ids that are forgotten by the time SEEN."""
+        old = self.times()[slots] < self.clock[SEEN] - self.ttls[table]
+        return old & (self.tags[slots] < self.clock[OLDEST])
 
     def entries_moved(self) -> None:
         """Note that rows are to be read from ``rows`` from now on; kernels spare themselves that until then."""

@@ -55,6 +55,7 @@ class ReferenceTable:
         strategy: int,
         new_row: Callable[[int], tuple[np.ndarray, np.ndarray]],
         rank: Callable[[float, float, float], float] | None = None,
+        ttl: int | None = None,
     ):
         """Make an empty table.
 
@@ -64,14 +65,18 @@ class ReferenceTable:
             strategy: SCORE_*.
             new_row: initial ``(weights, state)`` of an id.
             rank: of (stamp, score, now), ranks instead of the score.
+            ttl: time without a touch after which an id is forgotten; None: it never is.
         """
         self.bucket_capacity = bucket_capacity
         self.counts_occurrences = strategy in (SCORE_LFU, SCORE_COMPOUND)
         self.keeps_scores = strategy == SCORE_NO_EVICTION
         self.new_row = new_row
         self.rank = rank
+        self.ttl = ttl
+        self.oldest = 1
+        self.now = 0
         self.buckets = [Bucket() for _ in range(num_buckets)]
-        self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased"), 0)
+        self.counts = dict.fromkeys(("hits", "misses", "inserted", "evicted", "failed", "erased", "expired"), 0)
 
     def bucket(self, key: int) -> Bucket:
         """Return the bucket of an id."""
@@ -79,11 +84,32 @@ class ReferenceTable:
 
     def get(self, key: int) -> Entry | None:
         """Return what the table holds of an id."""
-        return self.bucket(key).entries.get(key)
+        entry = self.bucket(key).entries.get(key)
+        return None if entry is None or self._expired(entry) else entry
 
     def entries(self) -> dict[int, Entry]:
-        """Return everything resident."""
-        return {key: entry for bucket in self.buckets for key, entry in bucket.entries.items()}
+        """Return everything resident that is not forgotten."""
+        every = {key: entry for bucket in self.buckets for key, entry in bucket.entries.items()}
+        return {key: entry for key, entry in every.items() if not self._expired(entry)}
+
+    def size(self) -> int:
+        """Return how many places are taken."""
+        return sum(len(bucket.entries) for bucket in self.buckets)
+
+    def _expired(self, entry: Entry) -> bool:
+        return self.ttl is not None and entry.stamp < self.now - self.ttl and entry.tag < self.oldest
+
+    def _forget(self, bucket: Bucket, key: int) -> None:
+        del bucket.entries[key]
+        self.counts["expired"] += 1
+
+    def erase_expired(self) -> int:
+        """Remove the forgotten ids; returns how many there were."""
+        gone = [(bucket, key) for bucket in self.buckets for key, e in bucket.entries.items() if self._expired(e)]
+        for bucket, key in gone:
+            # Nothing protects the slot.
+            self._forget(bucket, key)
+        return len(gone)
 
     def lookup(
         self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int, now: int = 0
@@ -101,12 +127,19 @@ class ReferenceTable:
         Returns:
             The entry of every occurrence (None where it failed) and what was evicted, in batch order.
         """
+        self.oldest, self.now = oldest, max(self.now, now)
         amounts = frequencies if frequencies is not None else [1] * len(keys)
         found = [self.get(key) for key in keys]
         for entry, amount in zip(found, amounts, strict=True):
             self.counts["hits" if entry is not None else "misses"] += 1
             if entry is not None:
                 self._touch(entry, self._next_score(entry, amount, value), tag, now)
+        for key in {key for key, entry in zip(keys, found, strict=True) if entry is None}:
+            # An expired id that returns has its own slot still, which is free for it and for no other.
+            if key in self.bucket(key).entries:
+                self._forget(self.bucket(key), key)
+                self.bucket(key).entries[key] = self._new(key, tag)
+        self.erase_expired()
         evicted: list[tuple[int, Entry]] = []
         for i, key in enumerate(keys):
             if found[i] is not None:
@@ -148,18 +181,22 @@ class ReferenceTable:
             _, _, victim = min(candidates)
             evicted.append((victim, bucket.entries.pop(victim)))
             self.counts["evicted"] += 1
+        bucket.entries[key] = self._new(key, 0)
+        return bucket.entries[key]
+
+    def _new(self, key: int, tag: int) -> Entry:
         weights, state = self.new_row(key)
         self.counts["inserted"] += 1
-        bucket.entries[key] = Entry(weights, state, 0, 0)
-        return bucket.entries[key]
+        return Entry(weights, state, 0, tag)
 
     def erase(self, keys: list[int]) -> int:
         """Remove ids; returns how many were there."""
         count = 0
         for key in keys:
             bucket = self.bucket(key)
-            entry = bucket.entries.pop(key, None)
+            entry = self.get(key)
             if entry is not None:
+                del bucket.entries[key]
                 bucket.ghosts.append(entry.tag)
                 count += 1
         self.counts["erased"] += count

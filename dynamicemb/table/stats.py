@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.table.index import COUNTER_NAMES, ERASED, EVICTED, HITS, INSERTED, MISSES, Index
+from dynamicemb.table.index import COUNTER_NAMES, ERASED, EVICTED, EXPIRED, HITS, INSERTED, MISSES, Index
 from dynamicemb.table.layout import FIRST_DIGEST
 
 
@@ -69,8 +69,8 @@ class CounterReader:
 
 
 def size_of(counts: list[int]) -> int:
-    """Return how many ids a table holds by its counters."""
-    return counts[INSERTED] - counts[EVICTED] - counts[ERASED]
+    """Return how many places of a table are taken by its counters, those of ids that have expired since included."""
+    return counts[INSERTED] - counts[EVICTED] - counts[ERASED] - counts[EXPIRED]
 
 
 def occurrences_of(counts: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Kernels in numba, for tables on the CPU."""
 
-from dynamicemb.table.cpu.advance import advance, rebase
+from dynamicemb.table.cpu.advance import advance, observe_time, rebase
 from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.find_and_gather import find_and_gather
@@ -24,6 +24,7 @@ __all__ = [
     "gather",
     "initialize",
     "insert",
+    "observe_time",
     "open_batch",
     "pool",
     "pool_weights_grad",

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.scores import (
     SCORE_COMPOUND,
     SCORE_CUSTOMIZED,
@@ -26,13 +26,25 @@ def advance(index: Index, lag: int, training: bool = True) -> None:
     clock = index.clock.numpy()
     clock[STEP] += 1
     clock[OLDEST] = max(1, clock[STEP] - lag)
-    clock[NOW] = max(clock[NOW] + 1, time.time_ns())
+    clock[NOW] = clock[SEEN] = max(clock[SEEN] + 1, time.time_ns())
     if index.strategy in (SCORE_CUSTOMIZED, SCORE_LFU, SCORE_COMPOUND):
         return
     strategies, values = index.strategies.numpy(), index.score_values.numpy()
     values[(strategies == SCORE_TIMESTAMP) | (strategies == SCORE_NO_EVICTION)] = clock[NOW]
     if training:
         values[strategies == SCORE_STEP] += 1
+
+
+def observe_time(index: Index, lag: int) -> None:
+    """Let ids expire that are too old by now; for whoever looks without a step.
+
+    Args:
+        index: the group's index; its ``clock`` changes.
+        lag: how many steps before a next one the oldest protected step would be.
+    """
+    clock = index.clock.numpy()
+    clock[OLDEST] = max(clock[OLDEST], clock[STEP] + 1 - lag)
+    clock[SEEN] = max(clock[SEEN], time.time_ns())
 
 
 def rebase(index: Index, shift: int) -> None:

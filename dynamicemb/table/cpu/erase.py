@@ -6,7 +6,7 @@ from numba import njit
 
 from dynamicemb.table.cpu.hashing import bucket_of, digest_of, group_of, mix
 from dynamicemb.table.cpu.memory import read_i64, write_u8
-from dynamicemb.table.cpu.probe import index_view, probe
+from dynamicemb.table.cpu.probe import expired, index_view, probe
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.index import ERASED, Index
 
@@ -41,6 +41,6 @@ def _erase_kernel(view, table, ids, erased):
         h = mix(ids[i])
         base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
         slot = probe(view, base, group_of(h, num_groups), digest_of(h), ids[i])
-        if slot >= 0:
+        if slot >= 0 and not expired(view, table, slot):
             write_u8(view.digests, slot, 1)
             erased[i] = True

@@ -7,7 +7,7 @@ from numba import njit, prange
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, lowest_byte, mix
 from dynamicemb.table.cpu.memory import atomic_add_i64, prefetch, read_i32, read_i64, read_u64, write_i32, write_i64
 from dynamicemb.table.cpu.probe import counts as table_counts
-from dynamicemb.table.cpu.probe import index_view, keeps, probe
+from dynamicemb.table.cpu.probe import expired, index_view, keeps, probe
 from dynamicemb.table.cpu.threads import launcher, num_parts
 from dynamicemb.table.index import HITS, MISSES, Index
 
@@ -106,7 +106,7 @@ def _find_block(view, batch, t, begin, size, touch, places):
     for j in range(size):
         i = begin + j
         slot = probe(view, read_i64(bases, j), read_i64(groups, j), read_i64(digests, j), read_i64(ids, i))
-        if slot < 0:
+        if slot < 0 or expired(view, t, slot):
             write_i32(out, i, -1)
             continue
         write_i32(out, i, read_i32(view.rows, slot))

@@ -7,10 +7,10 @@ from numba import njit, prange
 from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, mix
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
 from dynamicemb.table.cpu.probe import counts as table_counts
-from dynamicemb.table.cpu.probe import index_view, next_group, probe
+from dynamicemb.table.cpu.probe import expired, index_view, next_group, probe
 from dynamicemb.table.cpu.score_function import rank
 from dynamicemb.table.cpu.threads import launcher, num_threads
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, Index
+from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, Index
 from dynamicemb.table.results import InsertResult
 
 # What happened to a missing occurrence.
@@ -18,6 +18,8 @@ _PLACED_BEFORE = 0
 _INSERTED = 1
 _EVICTED = 2
 _FAILED = 3
+# In the place of an id that had expired: itself, or another one.
+_EXPIRED = 4
 
 
 @launcher("rows")
@@ -30,9 +32,9 @@ def insert(
 ) -> InsertResult:
     """Place every id whose row is -1, evicting the lowest score of a full bucket.
 
-    An id takes the first free slot in its probe order (empty, or erased and not protected), else the slot with the
-    lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the
-    id), else it fails. Within a bucket, occurrences are placed in batch order.
+    An id that is still there but expired takes its own slot. Then, in batch order, every other one takes the first free
+    slot in its probe order (empty, or erased or expired and not protected), else the slot with the lowest score among
+    those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the id), else it fails.
 
     Args:
         index: the group's index.
@@ -57,7 +59,7 @@ def insert(
     outcome = np.zeros(missing.size, np.uint8)
     victims = np.zeros((3, missing.size), np.int64)
     parts = num_threads() if missing.size >= 512 else 1
-    counts = np.zeros((parts, index.num_tables, 4), np.int64)
+    counts = np.zeros((parts, index.num_tables, 5), np.int64)
     batch = (
         ids.data_ptr(),
         table_ranges.data_ptr(),
@@ -67,10 +69,11 @@ def insert(
     _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
     counted = counts.sum(0)
     counters = index.counters.numpy()
-    counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED]
+    counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED] + counted[:, _EXPIRED]
     counters[:, EVICTED] += counted[:, _EVICTED]
     counters[:, FAILED] += counted[:, _FAILED]
-    new = (outcome == _INSERTED) | (outcome == _EVICTED)
+    counters[:, EXPIRED] += counted[:, _EXPIRED]
+    new = (outcome == _INSERTED) | (outcome == _EVICTED) | (outcome == _EXPIRED)
     evicted = outcome == _EVICTED
     return InsertResult(
         new=torch.from_numpy(missing[new]),
@@ -98,37 +101,67 @@ def _insert_kernel(view, batch, missing, outcome, victims, counts):
         num_buckets = read_i64(view.bucket_offsets, t + 1) - first
         owner[m] = (first + bucket_of(mix(read_i64(ids, missing[m])), num_buckets)) * parts // total
     for part in prange(parts):
+        if view.ttls != 0:
+            for m in range(num_missing):
+                if owner[m] == part and _revive(view, batch, missing[m], table_of[m]):
+                    outcome[m] = _EXPIRED
+                    counts[part, table_of[m], _EXPIRED] += 1
         for m in range(num_missing):
-            if owner[m] == part:
+            if owner[m] == part and outcome[m] == _PLACED_BEFORE:
                 kind = _place(view, batch, missing[m], table_of[m], victims[:, m])
                 outcome[m] = kind
                 counts[part, table_of[m], kind] += 1
 
 
 @njit
-def _place(view, batch, i, t, victim):
-    """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened."""
-    ids, _, out, frequencies = batch
+def _home(view, ids, i, t):
+    """Return id, digest, first slot of the bucket and start group of occurrence ``i`` of table ``t``."""
     key = read_i64(ids, i)
     h = mix(key)
     first_bucket = read_i64(view.bucket_offsets, t)
     num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
     base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
-    group = group_of(h, view.bucket_capacity // 16)
-    digest = digest_of(h)
-    score = read_i64(view.score_values, t)
-    counting = table_counts(view, t)
-    if counting:
-        score = read_i64(frequencies, i) if frequencies != 0 else 1
+    return key, digest_of(h), base, group_of(h, view.bucket_capacity // 16)
+
+
+@njit
+def _first_score(view, frequencies, i, t):
+    """Return the score of a new id."""
+    if table_counts(view, t):
+        return read_i64(frequencies, i) if frequencies != 0 else np.int64(1)
+    return read_i64(view.score_values, t)
+
+
+@njit
+def _revive(view, batch, i, t):
+    """Give occurrence ``i`` of table ``t`` the slot in which its id expired; returns whether there was one."""
+    ids, _, out, frequencies = batch
+    key, digest, base, group = _home(view, ids, i, t)
+    slot = probe(view, base, group, digest, key)
+    if slot < 0 or not expired(view, t, slot):
+        return False
+    _occupy(view, slot, key, digest, _first_score(view, frequencies, i, t))
+    write_i32(out, i, read_i32(view.rows, slot))
+    return True
+
+
+@njit
+def _place(view, batch, i, t, victim):
+    """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened."""
+    ids, _, out, frequencies = batch
+    key, digest, base, group = _home(view, ids, i, t)
+    score = _first_score(view, frequencies, i, t)
     slot = probe(view, base, group, digest, key)
     if slot >= 0:
         # An earlier occurrence of this batch placed it.
         write_i32(out, i, read_i32(view.rows, slot))
-        if counting:
+        if table_counts(view, t):
             write_i64(view.scores, slot, read_i64(view.scores, slot) + score)
         return _PLACED_BEFORE
     kind = _INSERTED
-    slot = _free_slot(view, base, group)
+    slot = _free_slot(view, base, group, t)
+    if slot >= 0 and read_u8(view.digests, slot) > 1:
+        kind = _EXPIRED
     if slot < 0:
         kind = _EVICTED
         slot = _lowest(view, base)
@@ -138,21 +171,26 @@ def _place(view, batch, i, t, victim):
         victim[1] = read_i64(view.scores, slot)
         if view.stamps != 0:
             victim[2] = read_i64(view.stamps, slot)
+    _occupy(view, slot, key, digest, score)
+    write_i32(out, i, read_i32(view.rows, slot))
+    return kind
+
+
+@njit
+def _occupy(view, slot, key, digest, score):
     write_i64(view.keys, slot, key)
     write_u8(view.digests, slot, digest)
     write_i64(view.scores, slot, score)
     write_i32(view.tags, slot, view.step)
     if view.stamps != 0:
         write_i64(view.stamps, slot, view.now)
-    write_i32(out, i, read_i32(view.rows, slot))
-    return kind
 
 
 @njit
-def _free_slot(view, base, group):
-    """Return the first slot in probe order that is empty, or erased and not protected; -1 if none.
+def _free_slot(view, base, group, t):
+    """Return the first slot in probe order that is empty, or erased or expired and not protected; -1 if none.
 
-    The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty
+    The first empty slot is itself a candidate, so another one is taken only in groups up to the first with an empty
     slot.
     """
     num_groups = view.bucket_capacity // 16
@@ -160,10 +198,13 @@ def _free_slot(view, base, group):
         first = base + group * 16
         low = read_u64(view.digests + first, 0)
         high = read_u64(view.digests + first, 1)
-        if (bytes_equal(low, 0) | bytes_equal(low, 1) | bytes_equal(high, 0) | bytes_equal(high, 1)) != 0:
+        gaps = bytes_equal(low, 0) | bytes_equal(low, 1) | bytes_equal(high, 0) | bytes_equal(high, 1)
+        if gaps != 0 or view.ttls != 0:
             for slot in range(first, first + 16):
                 digest = read_u8(view.digests, slot)
                 if digest == 0 or (digest == 1 and read_i32(view.tags, slot) < view.oldest):
+                    return slot
+                if digest > 1 and expired(view, t, slot):
                     return slot
         group = next_group(group, num_groups)
     return -1

@@ -11,7 +11,7 @@ from numba import njit
 from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
 from dynamicemb.table.cpu.score_function import compile_score
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.scores import SCORE_LFU, SCORE_NO_EVICTION
 
 
@@ -27,11 +27,13 @@ class IndexView(NamedTuple):
     score_values: int
     strategies: int
     stamps: int
+    ttls: int
     bucket_capacity: int
     num_tables: int
     step: int
     oldest: int
     now: int
+    seen: int
     score_function: int
 
 
@@ -49,11 +51,13 @@ def index_view(index: Index) -> IndexView:
         index.strategies.data_ptr(),
         # 0 where there are none.
         index.stamps.data_ptr(),
+        index.ttls.data_ptr(),
         index.bucket_capacity,
         index.num_tables,
         int(clock[STEP]),
         int(clock[OLDEST]),
         int(clock[NOW]),
+        int(clock[SEEN]),
         # 0 where there is none.
         0 if index.score_function is None else compile_score(index.score_function).address,
     )
@@ -69,6 +73,17 @@ def counts(view, t):
 def keeps(view, t):
     """Return whether touches of table ``t`` leave the score as it is."""
     return read_i32(view.strategies, t) == SCORE_NO_EVICTION
+
+
+@njit
+def expired(view, t, slot):
+    """Return whether an occupied slot of table ``t`` holds an id that is forgotten: untouched for longer than its time
+    to live, also by the steps that are not over.
+    """
+    if view.ttls == 0:
+        return False
+    touched = read_i64(view.stamps if view.stamps != 0 else view.scores, slot)
+    return touched < view.seen - read_i64(view.ttls, t) and read_i32(view.tags, slot) < view.oldest
 
 
 @njit

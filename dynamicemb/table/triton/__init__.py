@@ -1,6 +1,6 @@
 """Kernels in Triton, for tables on a GPU; they also run in Triton's interpreter."""
 
-from dynamicemb.table.triton.advance import advance, rebase
+from dynamicemb.table.triton.advance import advance, observe_time, rebase
 from dynamicemb.table.triton.erase import erase
 from dynamicemb.table.triton.find import find
 from dynamicemb.table.triton.find_and_gather import find_and_gather
@@ -22,6 +22,7 @@ __all__ = [
     "find_or_insert",
     "gather",
     "initialize",
+    "observe_time",
     "open_batch",
     "pool",
     "pool_weights_grad",

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.scores import SCORE_MIXED, SCORE_NO_EVICTION, SCORE_STEP, SCORE_TIMESTAMP
 from dynamicemb.table.triton.launch import launch, padded_tables
 
 _NOW = tl.constexpr(NOW)
 _OLDEST = tl.constexpr(OLDEST)
+_SEEN = tl.constexpr(SEEN)
 _STEP = tl.constexpr(STEP)
 _SCORE_MIXED = tl.constexpr(SCORE_MIXED)
 _SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
@@ -42,6 +43,20 @@ def advance(index: Index, lag: int, training: bool = True) -> None:
     launch(_advance_kernel, (1,), args, constants, num_warps=1)
 
 
+def observe_time(index: Index, lag: int) -> None:
+    """Let ids expire that are too old by now; for whoever looks without a step.
+
+    Args:
+        index: the group's index; its ``clock`` changes.
+        lag: how many steps before a next one the oldest protected step would be.
+
+    Host sync: none; in a CUDA graph every replay has its own time.
+    """
+    on_gpu = index.clock.device.type == "cuda"
+    args = (index.clock, lag, 0 if on_gpu else time.time_ns())
+    launch(_observe_kernel, (1,), args, {"DEVICE_TIME": on_gpu}, num_warps=1)
+
+
 def rebase(index: Index, shift: int) -> None:
     """Lower all tags, at least to 0, and the step number by ``shift``."""
     index.clock[STEP] -= shift
@@ -59,10 +74,11 @@ def advance_clock(
         time = globaltimer()
     else:
         time = host_time
-    now = tl.maximum(tl.load(clock_ptr + _NOW) + 1, time)
+    now = tl.maximum(tl.load(clock_ptr + _SEEN) + 1, time)
     tl.store(clock_ptr + _STEP, step)
     tl.store(clock_ptr + _OLDEST, tl.maximum(step - lag, 1))
     tl.store(clock_ptr + _NOW, now)
+    tl.store(clock_ptr + _SEEN, now)
     t = tl.arange(0, TABLES)
     if (STRATEGY == _SCORE_TIMESTAMP) | (STRATEGY == _SCORE_NO_EVICTION):
         tl.store(score_values_ptr + t, tl.zeros([TABLES], tl.int64) + now, mask=t < num_tables)
@@ -76,6 +92,17 @@ def advance_clock(
             value += 1
         timed = (strategy == _SCORE_TIMESTAMP) | (strategy == _SCORE_NO_EVICTION)
         tl.store(score_values_ptr + t, tl.where(timed, now, value), mask=timed | (strategy == _SCORE_STEP))
+
+
+@triton.jit(do_not_specialize=["lag", "host_time"])
+def _observe_kernel(clock_ptr, lag, host_time, DEVICE_TIME: tl.constexpr):
+    oldest = tl.load(clock_ptr + _STEP) + 1 - lag
+    tl.store(clock_ptr + _OLDEST, tl.maximum(tl.load(clock_ptr + _OLDEST), oldest))
+    if DEVICE_TIME:
+        time = globaltimer()
+    else:
+        time = host_time
+    tl.store(clock_ptr + _SEEN, tl.maximum(tl.load(clock_ptr + _SEEN), time))
 
 
 @triton.jit(do_not_specialize=["lag", "host_time", "num_tables"])

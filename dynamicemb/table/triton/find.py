@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import CLAMPED, HITS, MISSES, MOVED, NOW, NUM_COUNTERS, STEP, Index
+from dynamicemb.table.index import CLAMPED, HITS, MISSES, MOVED, NOW, NUM_COUNTERS, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.scores import COUNT_ALL, COUNT_NONE, COUNT_SOME, SCORE_LFU, SCORE_NO_EVICTION, keeping
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
@@ -30,6 +30,8 @@ _COUNT_SOME = tl.constexpr(COUNT_SOME)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
 _SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
 _MOVED = tl.constexpr(MOVED)
+_OLDEST = tl.constexpr(OLDEST)
+_SEEN = tl.constexpr(SEEN)
 
 
 def find(
@@ -82,7 +84,7 @@ def _find(
         return out
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
-        index.strategies, index.stamps if index.has_stamps else index.scores, index.clock, index.counters, ids,
+        index.strategies, index.times(), index.ttls if index.expires else index.clock, index.clock, index.counters, ids,
         table_ranges, out, ids if frequencies is None else frequencies,
         ids if missing is None else missing.entries(), out if missing is None else missing.counts, ids.numel(),
         index.num_tables,
@@ -93,6 +95,7 @@ def _find(
         "COUNTING": index.counting,
         "KEEPING": keeping(index.strategy),
         "STAMPS": index.has_stamps,
+        "EXPIRES": index.expires,
         "HAS_FREQUENCIES": frequencies is not None,
         "SLOTS": slots,
         "LIST": missing is not None,
@@ -158,6 +161,18 @@ def slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, pending, BUC
 
 
 @triton.jit
+def expired(tags_ptr, stamps_ptr, ttls_ptr, clock_ptr, slot, table, occupied):
+    """Return which occupied slots hold ids that are forgotten: untouched for longer than their table's time to live,
+    also by the steps that are not over.
+
+    Whatever touches the same slot meanwhile leaves both what it tags and what it stamps alive.
+    """
+    since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + table)
+    old = tl.load(stamps_ptr + slot, mask=occupied, other=0) < since
+    return old & (tl.load(tags_ptr + slot, mask=occupied, other=0) < tl.load(clock_ptr + _OLDEST).to(tl.int32))
+
+
+@triton.jit
 def rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET: tl.constexpr):
     """Return the rows (int32) of slots that were hit, -1 for other lanes.
 
@@ -203,6 +218,7 @@ def _find_kernel(
     score_values_ptr,
     strategies_ptr,
     stamps_ptr,
+    ttls_ptr,
     clock_ptr,
     counters_ptr,
     ids_ptr,
@@ -218,6 +234,7 @@ def _find_kernel(
     COUNTING: tl.constexpr,
     KEEPING: tl.constexpr,
     STAMPS: tl.constexpr,
+    EXPIRES: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     SLOTS: tl.constexpr,
     LIST: tl.constexpr,
@@ -238,6 +255,10 @@ def _find_kernel(
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
     table = table_of(i, begin, end, table_ranges_ptr, num_tables, TABLES)
     slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
+    if EXPIRES:
+        found = inside & (slot >= 0)
+        gone = expired(tags_ptr, stamps_ptr, ttls_ptr, clock_ptr, slot, table, found)
+        slot = tl.where(found & gone, -1, slot)
     hit = inside & (slot >= 0)
     if SLOTS:
         row = slot.to(tl.int32)

@@ -18,7 +18,8 @@ from dynamicemb.table.triton.open_batch import count_wrong
 from dynamicemb.table.triton.rows import TRITON_DTYPES, pick, row_addresses, row_shape
 
 # Ids of a program: one for each lane of its warp. Rows in flight, in bytes: 4 rows of 128 floats. On an H200, 16 and 64
-# ids and 16 rows take longer, 8 rows too where rows are short, and shuffling addresses to the lanes takes as long as shared memory does.
+# ids and 16 rows take longer, 8 rows too where they are short, and shuffling addresses to the lanes takes as long as
+# shared memory does.
 _BLOCK = 32
 _TILE_BYTES = 2048
 # Boundaries of a program that looks for illegal ones.

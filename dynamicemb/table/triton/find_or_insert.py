@@ -12,6 +12,7 @@ from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
 from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing, elect, order, settle
+from dynamicemb.table.triton.revive import revive
 
 
 class Inserted(NamedTuple):
@@ -76,6 +77,8 @@ def find_or_insert(
         elect(index, ids, rows, table_ranges, frequencies, missing)
         if missing.ordered:
             order(index, ids, table_ranges, rows, missing)
+        if index.expires:
+            revive(index, rows, missing)
         insert(index, rows, missing)
         initialize_leaders(store, initializers, missing, state_values)
         settle(index, table_ranges, rows, missing)

@@ -4,11 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import NOW, OLDEST, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.scores import COUNT_ALL, COUNT_SOME, SCORE_LFU
 from dynamicemb.table.triton.hashing import digest_of, group_of, mix
 from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
-from dynamicemb.table.triton.missing import Missing
+from dynamicemb.table.triton.missing import (
+    EVICTED_OUTCOME,
+    EXPIRED_OUTCOME,
+    FAILED_OUTCOME,
+    INSERTED_OUTCOME,
+    Missing,
+)
 from dynamicemb.table.triton.philox import words_of
 from dynamicemb.table.triton.score_function import compile_score, ranks
 
@@ -20,15 +26,20 @@ _SLOTS_PER_WARP = 256
 _COUNT_ALL = tl.constexpr(COUNT_ALL)
 _COUNT_SOME = tl.constexpr(COUNT_SOME)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
+_SEEN = tl.constexpr(SEEN)
+_FAILED = tl.constexpr(FAILED_OUTCOME)
+_INSERTED = tl.constexpr(INSERTED_OUTCOME)
+_EVICTED = tl.constexpr(EVICTED_OUTCOME)
+_EXPIRED = tl.constexpr(EXPIRED_OUTCOME)
 
 
 def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     """Give every listed leader a slot by the rule of the CPU twin, or let it fail.
 
-    An id takes the first free slot in its probe order (empty, or erased and not protected), else the slot with the
-    lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64 of the
-    id), else it fails. A list is walked in its order: the latest pushed first, or in batch order if
-    ``missing.ordered``; without failures every order leaves the same ids.
+    An id takes the first free slot in its probe order (empty, or erased or expired and not protected), else the slot
+    with the lowest score among those whose tag is older than the oldest protected step (ties: smaller unsigned fmix64
+    of the id), else it fails. What ``revive`` has placed stays. A list is walked in its order: the latest pushed first,
+    or in batch order if ``missing.ordered``; without failures every order leaves the same ids.
 
     Args:
         index: the group's index.
@@ -48,7 +59,7 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     m = missing
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.strategies,
-        index.stamps if index.has_stamps else index.scores, index.clock, rows, m.heads, m.counts,
+        index.times(), index.ttls if index.expires else index.clock, index.clock, rows, m.heads, m.counts,
         m.leader_ids, m.leader_tables, m.leader_buckets, m.positions, m.next, m.work, m.leader_rows,
         m.outcomes, m.victim_ids, m.victim_scores, m.victim_stamps, m.amounts,
     )  # fmt: skip
@@ -57,6 +68,7 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
         "TILE": tile,
         "COUNTING": index.counting,
         "STAMPS": index.has_stamps,
+        "EXPIRES": index.expires,
         "STEP_INDEX": STEP,
         "NOW_INDEX": NOW,
         "OLDEST_INDEX": OLDEST,
@@ -75,10 +87,21 @@ def _first_free(digest, tag, order, oldest, BUCKET: tl.constexpr):
     """Return the lowest ``order`` of a slot that is empty, or erased and not protected; BUCKET if there is none.
 
     The first empty slot is itself a candidate, so an erased one is taken only in groups up to the first with an empty
-    slot.
+    slot. Slots of expired ids have been read as erased.
     """
     free = (digest == 0) | ((digest == 1) & (tag < oldest))
     return tl.min(tl.where(free, order, BUCKET), 0)
+
+
+@triton.jit
+def _digests(digests_ptr, tags_ptr, stamps_ptr, place, mask, oldest, since, EXPIRES: tl.constexpr):
+    """Read digests; slots that nobody has touched ``since``, and nothing protects, read as erased."""
+    digest = tl.load(digests_ptr + place, mask=mask, other=2)
+    if EXPIRES:
+        old = tl.load(stamps_ptr + place, mask=mask, other=0) < since
+        old = old & (tl.load(tags_ptr + place, mask=mask, other=0x7FFFFFFF) < oldest)
+        digest = tl.where(old & (digest > 1), 1, digest).to(tl.uint8)
+    return digest
 
 
 @triton.jit
@@ -145,8 +168,8 @@ def _choose(
 
 @triton.jit
 def _choose_in_large(
-    keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, now, BUCKET: tl.constexpr,
-    TILE: tl.constexpr, FUNCTION: tl.constexpr,
+    keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, since, now, BUCKET: tl.constexpr,
+    TILE: tl.constexpr, EXPIRES: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Choose a slot in a bucket that is larger than a tile; returns the first four results of ``_choose``."""
     first = tl.full([], BUCKET, tl.int32)
@@ -154,7 +177,7 @@ def _choose_in_large(
     while (begin < BUCKET) & (first == BUCKET):
         order = begin + tl.arange(0, TILE)
         place = base + _wrapped(start + order, BUCKET)
-        digest = tl.load(digests_ptr + place, mask=order < BUCKET, other=2)
+        digest = _digests(digests_ptr, tags_ptr, stamps_ptr, place, order < BUCKET, oldest, since, EXPIRES)
         tag = tl.load(tags_ptr + place, mask=digest == 1, other=0)
         first = _first_free(digest, tag, order, oldest, BUCKET)
         begin += TILE
@@ -172,7 +195,7 @@ def _choose_in_large(
 @triton.jit
 def _choose_slot(
     keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base, start, oldest,
-    now, BUCKET: tl.constexpr, TILE: tl.constexpr, FUNCTION: tl.constexpr,
+    since, now, BUCKET: tl.constexpr, TILE: tl.constexpr, EXPIRES: tl.constexpr, FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Choose a slot; returns what ``_choose`` does, of which the last four are as they were for a large bucket."""
     if TILE >= BUCKET:
@@ -182,8 +205,9 @@ def _choose_slot(
         )  # fmt: skip
     else:
         slot, full, victim, victim_score = _choose_in_large(
-            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, now, BUCKET, TILE, FUNCTION
-        )
+            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, base, start, oldest, since, now, BUCKET, TILE,
+            EXPIRES, FUNCTION,
+        )  # fmt: skip
     if FUNCTION is not None:
         # What is known of the victim is its rank.
         victim_score = tl.load(scores_ptr + base + slot, mask=slot < BUCKET, other=0)
@@ -288,6 +312,7 @@ def _insert_kernel(
     score_values_ptr,
     strategies_ptr,
     stamps_ptr,
+    ttls_ptr,
     clock_ptr,
     out_ptr,
     heads_ptr,
@@ -308,6 +333,7 @@ def _insert_kernel(
     TILE: tl.constexpr,
     COUNTING: tl.constexpr,
     STAMPS: tl.constexpr,
+    EXPIRES: tl.constexpr,
     STEP_INDEX: tl.constexpr,
     NOW_INDEX: tl.constexpr,
     OLDEST_INDEX: tl.constexpr,
@@ -316,6 +342,7 @@ def _insert_kernel(
     step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
     oldest = tl.load(clock_ptr + OLDEST_INDEX).to(tl.int32)
     now = oldest
+    since = tl.full([], 0, tl.int64)
     if STAMPS:
         now = tl.load(clock_ptr + NOW_INDEX)
     num_lists = tl.load(counts_ptr + 1) + 1
@@ -336,10 +363,12 @@ def _insert_kernel(
         h = mix(key)
         start = group_of(h, BUCKET // 16).to(tl.int32) * 16
         base = bucket.to(tl.int64) * BUCKET
+        if EXPIRES:
+            since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + tl.load(leader_tables_ptr + k))
         # What this program wrote to the bucket before is there to be read.
         tl.debug_barrier()
         if (TILE >= BUCKET) & (bucket != held):
-            digest = tl.load(digests_ptr + base + lane, mask=lane < BUCKET, other=2)
+            digest = _digests(digests_ptr, tags_ptr, stamps_ptr, base + lane, lane < BUCKET, oldest, since, EXPIRES)
             # Full buckets come together: where the last one needed tags and scores, this one is taken to do so too.
             tag, score = _tags_and_scores(
                 tags_ptr, scores_ptr, stamps_ptr, base + lane, lane < crowded * BUCKET, now, FUNCTION
@@ -353,22 +382,32 @@ def _insert_kernel(
             upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
         table = tl.load(leader_tables_ptr + k)
         entry_ptr = out_ptr + tl.load(positions_ptr + k)
-        slot, full, victim, victim_score, tag, score, known, crowded = _choose_slot(
-            keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base, start,
-            oldest, now, BUCKET, TILE, FUNCTION
-        )  # fmt: skip
-        placed = slot < BUCKET
-        tl.store(victim_ids_ptr + k, victim, mask=placed & full)
-        tl.store(victim_scores_ptr + k, victim_score, mask=placed & full)
-        row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
-        new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
-        if STAMPS:
-            _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, now, placed, full)
-        _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, base + slot, key, digest_of(h), new_score, step, placed)
-        mine = placed & (lane == slot)
-        digest = tl.where(mine, digest_of(h), digest)
-        tag = tl.where(mine, step, tag)
-        tl.store(entry_ptr, row)
-        tl.store(leader_rows_ptr + k, row)
-        tl.store(outcomes_ptr + k, tl.where(placed, tl.where(full, 2, 1), 0))
+        wanted = True
+        if EXPIRES:
+            wanted = tl.load(leader_rows_ptr + k) < 0
+        if wanted:
+            slot, full, victim, victim_score, tag, score, known, crowded = _choose_slot(
+                keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base,
+                start, oldest, since, now, BUCKET, TILE, EXPIRES, FUNCTION,
+            )  # fmt: skip
+            placed = slot < BUCKET
+            tl.store(victim_ids_ptr + k, victim, mask=placed & full)
+            tl.store(victim_scores_ptr + k, victim_score, mask=placed & full)
+            row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
+            new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
+            outcome = tl.where(placed, tl.where(full, _EVICTED, _INSERTED), _FAILED)
+            if EXPIRES:
+                before = tl.load(digests_ptr + base + slot, mask=placed, other=0)
+                outcome = tl.where((outcome == _INSERTED) & (before > 1), _EXPIRED, outcome)
+            if STAMPS:
+                _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, now, placed, full)
+            _occupy(
+                keys_ptr, digests_ptr, scores_ptr, tags_ptr, base + slot, key, digest_of(h), new_score, step, placed
+            )
+            mine = placed & (lane == slot)
+            digest = tl.where(mine, digest_of(h), digest)
+            tag = tl.where(mine, step, tag)
+            tl.store(entry_ptr, row)
+            tl.store(leader_rows_ptr + k, row)
+            tl.store(outcomes_ptr + k, outcome)
         k, key, bucket, following = successor, next_key, next_bucket, next_following

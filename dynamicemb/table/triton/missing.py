@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.dynamicemb_config import is_deterministic
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
+from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, NUM_COUNTERS, Index
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
@@ -25,10 +25,11 @@ from dynamicemb.table.triton.launch import carve, cdiv, launch, padded_tables, p
 # A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
 MAX_IDS = 2**29 - 1
 
-# Outcomes of a leader: no slot, a free slot, the slot of a victim.
+# Outcomes of a leader: no slot, a free slot, the slot of a victim, that of an expired id (its own or another's).
 FAILED_OUTCOME = 0
 INSERTED_OUTCOME = 1
 EVICTED_OUTCOME = 2
+EXPIRED_OUTCOME = 3
 
 # Entries of ``Missing.counts``, each one less than the number.
 LEADER_COUNT = 0
@@ -44,6 +45,9 @@ _MISSING = tl.constexpr(MISSING_COUNT)
 _INSERTED = tl.constexpr(INSERTED)
 _EVICTED = tl.constexpr(EVICTED)
 _FAILED = tl.constexpr(FAILED)
+_EXPIRED = tl.constexpr(EXPIRED)
+_EVICTED_OUTCOME = tl.constexpr(EVICTED_OUTCOME)
+_EXPIRED_OUTCOME = tl.constexpr(EXPIRED_OUTCOME)
 _NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
 
 
@@ -105,7 +109,7 @@ class Missing:
         next: i32 ``[N]``, the leader pushed before on the same list, or -1.
         work: i32 ``[N]``, the lists that are not empty.
         leader_rows: i32 ``[N]``, the row the leader got, or -1.
-        outcomes: i32 ``[N]``, FAILED_OUTCOME, INSERTED_OUTCOME or EVICTED_OUTCOME.
+        outcomes: i32 ``[N]``, FAILED_OUTCOME, INSERTED_OUTCOME, EVICTED_OUTCOME or EXPIRED_OUTCOME.
     """
 
     scratch: torch.Tensor
@@ -269,6 +273,7 @@ def settle(index: Index, table_ranges: torch.Tensor, rows: torch.Tensor, missing
         rows.numel(), index.num_tables,
     )  # fmt: skip
     constants = {
+        "EXPIRES": index.expires,
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": block,
     }
@@ -461,6 +466,7 @@ def _settle_kernel(
     counters_ptr,
     num_ids,
     num_tables,
+    EXPIRES: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -482,4 +488,6 @@ def _settle_kernel(
         table = tl.load(leader_tables_ptr + i, mask=i < num_leaders, other=0)
         outcome = tl.load(outcomes_ptr + i, mask=i < num_leaders, other=0)
         count_by_table(counters_ptr + _INSERTED, table, outcome > 0, _NUM_COUNTERS)
-        count_by_table(counters_ptr + _EVICTED, table, outcome == 2, _NUM_COUNTERS)
+        count_by_table(counters_ptr + _EVICTED, table, outcome == _EVICTED_OUTCOME, _NUM_COUNTERS)
+        if EXPIRES:
+            count_by_table(counters_ptr + _EXPIRED, table, outcome == _EXPIRED_OUTCOME, _NUM_COUNTERS)

@@ -1,0 +1,99 @@
+"""Give ids that return after they expired the slots in which they did."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamicemb.table.index import NOW, STEP, Index
+from dynamicemb.table.scores import COUNT_NONE, SCORE_LFU
+from dynamicemb.table.triton.find import slots_of
+from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
+from dynamicemb.table.triton.missing import EXPIRED_OUTCOME, Missing
+
+_BLOCK = 64
+
+_NOW = tl.constexpr(NOW)
+_STEP = tl.constexpr(STEP)
+_COUNT_NONE = tl.constexpr(COUNT_NONE)
+_SCORE_LFU = tl.constexpr(SCORE_LFU)
+_EXPIRED_OUTCOME = tl.constexpr(EXPIRED_OUTCOME)
+
+
+def revive(index: Index, rows: torch.Tensor, missing: Missing) -> None:
+    """Place the leaders whose ids are still in the index: ``find`` took them for missing, so they had expired.
+
+    Before ``insert``, which leaves their slots alone because they are of this step; so it does not matter which of the
+    ids of a bucket is placed first.
+
+    Args:
+        index: the group's index.
+        rows: i32 ``[N]``; the entries of leaders that are placed become their rows.
+        missing: the leaders. Written: ``leader_rows``, -1 for those that ``insert`` is to place, and ``outcomes``.
+
+    Concurrency: a slot holds one id, and an id has one leader. Host sync: none; the grid is persistent. Bytes moved per
+    leader: 12, and what a probe reads.
+    """
+    m = missing
+    args = (
+        index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
+        index.strategies, index.times(), index.clock, rows, m.counts, m.leader_ids, m.leader_tables, m.positions,
+        m.leader_rows, m.outcomes, m.amounts,
+    )  # fmt: skip
+    constants = {
+        "BUCKET": index.bucket_capacity,
+        "COUNTING": index.counting,
+        "STAMPS": index.has_stamps,
+        "BLOCK": _BLOCK,
+    }
+    launch(_revive_kernel, persistent_grid(rows.device, cdiv(rows.numel(), _BLOCK)), args, constants, num_warps=1)
+
+
+@triton.jit
+def _revive_kernel(
+    keys_ptr,
+    digests_ptr,
+    scores_ptr,
+    slot_rows_ptr,
+    tags_ptr,
+    bucket_offsets_ptr,
+    score_values_ptr,
+    strategies_ptr,
+    stamps_ptr,
+    clock_ptr,
+    out_ptr,
+    counts_ptr,
+    leader_ids_ptr,
+    leader_tables_ptr,
+    positions_ptr,
+    leader_rows_ptr,
+    outcomes_ptr,
+    amounts_ptr,
+    BUCKET: tl.constexpr,
+    COUNTING: tl.constexpr,
+    STAMPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    num_leaders = tl.load(counts_ptr) + 1
+    begin = tl.program_id(0) * BLOCK
+    while begin < num_leaders:
+        k = begin + tl.arange(0, BLOCK)
+        inside = k < num_leaders
+        ids = tl.load(leader_ids_ptr + k, mask=inside, other=0)
+        table = tl.load(leader_tables_ptr + k, mask=inside, other=0)
+        slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
+        back = inside & (slot >= 0)
+        row = tl.load(slot_rows_ptr + slot, mask=back, other=-1)
+        entry_ptr = out_ptr + tl.load(positions_ptr + k, mask=inside, other=0)
+        score = tl.load(score_values_ptr + table)
+        if COUNTING != _COUNT_NONE:
+            counts = back & (tl.load(strategies_ptr + table) >= _SCORE_LFU)
+            place = -2 - tl.load(entry_ptr, mask=counts, other=-2)
+            score = tl.where(counts, tl.load(amounts_ptr + place, mask=counts, other=0), score)
+        tl.store(scores_ptr + slot, score, mask=back)
+        tl.store(tags_ptr + slot, tl.load(clock_ptr + _STEP).to(tl.int32), mask=back)
+        if STAMPS:
+            tl.store(stamps_ptr + slot, tl.load(clock_ptr + _NOW), mask=back)
+        tl.store(entry_ptr, row, mask=back)
+        tl.store(outcomes_ptr + k, _EXPIRED_OUTCOME, mask=back)
+        tl.store(leader_rows_ptr + k, row, mask=inside)
+        begin += tl.num_programs(0) * BLOCK
