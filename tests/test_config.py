@@ -55,13 +55,15 @@ def test_option_fields_and_defaults_in_order():
         "admission_counter": None,
         "protect_steps": 0,
         "score_function": None,
+        "ttl": None,
     }
     assert [f.name for f in fields(DynamicEmbTableOptions)][:3] == ["embedding_dtype", "dim", "max_capacity"]
     # Ours come last, so that positional arguments keep their meaning.
-    assert [f.name for f in fields(DynamicEmbTableOptions)][-3:] == [
+    assert [f.name for f in fields(DynamicEmbTableOptions)][-4:] == [
         "admission_counter",
         "protect_steps",
         "score_function",
+        "ttl",
     ]
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from dynamicemb.table import cpu
+from dynamicemb.table import triton as triton_kernels
 from dynamicemb.table.counter import Newcomers
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
@@ -360,6 +362,25 @@ def test_c10_a_rebuild_moves_scores_and_stamps_with_their_ids(backend: str, on_g
         assert sum(old[key][0] != new[key][0] for key in old) > 5
         assert {key: entry[1:] for key, entry in old.items()} == {key: entry[1:] for key, entry in new.items()}
     twins.assert_equal()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_relocation_into_full_buckets_equals_the_cpus(backend: str, device: torch.device, factor: int) -> None:
+    # Two full buckets of 48, less the slots that go. Most probes start in the last group, and wrap.
+    ids = np.arange(4000)
+    bucket, group, digest = locate(ids, 2, 3)
+    parts = [(bucket == b) & ((group == 2) == last) for b in range(2) for last in (True, False)]
+    chosen = np.concatenate([ids[part][:24] for part in parts])
+    keys, digests = torch.from_numpy(chosen), torch.from_numpy(digest[chosen])
+    kept = torch.arange(96) % 5 != 3
+    expected = torch.zeros(factor * 96, dtype=torch.uint8)
+    slots = cpu.relocate(keys, digests, kept, expected, 48)
+    actual = torch.zeros(factor * 96, dtype=torch.uint8, device=device)
+    on_device = [tensor.to(device) for tensor in (keys, digests, kept)]
+    assert torch.equal(triton_kernels.relocate(*on_device, actual, 48).cpu(), slots)
+    assert torch.equal(actual.cpu(), expected)
+    starts = torch.from_numpy(group[chosen])[kept] * 16
+    assert factor == 2 or bool((slots[kept] % 48 < starts).any())
 
 
 def slots_of_ids(side) -> dict[int, tuple[int, int, int]]:

@@ -356,6 +356,8 @@ class TableGroup:
             self.observe_time()
             erased = self.kernels.erase(self.index, ids, self._ranges_of(table, ids.numel()))
             count = int(erased.sum())
+            if count and self.growth is not None:
+                self.growth.erased(table, count, self.steps.current)
             self._erased(table, count)
         return count
 
@@ -377,8 +379,6 @@ class TableGroup:
         """Note that ids are gone; rebuild a table in which too many slots are erased."""
         self.epoch += 1
         if count:
-            if self.growth is not None:
-                self.growth.erased(table, count, self.steps.current)
             digests = self._slots_of(table, self.index.digests)
             if int((digests == DIGEST_ERASED).sum()) * _REBUILD_SHARE > digests.numel():
                 rebuild(self.index, self.kernels, table)
