@@ -1,5 +1,5 @@
 """Documented import path of the module."""
 
-from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.checkpoint.module import BatchedDynamicEmbeddingTablesV2
 
 __all__ = ["BatchedDynamicEmbeddingTablesV2"]

@@ -12,6 +12,7 @@ PACKAGE = "dynamicemb"
 LAYERS = ["sharding", "checkpoint", "inference", "embedding", "table"]
 # The floor: imported by everyone, import only each other.
 LOW_MODULES = {"types", "errors", "capacity", "score_strategy", "score_function", "dynamicemb_config", "optimizer"}
+LOW_MODULES |= {"version"}
 FLOOR = len(LAYERS)
 # Every other module at the root only hands on names. It stands above all layers.
 TOP = -1

@@ -50,6 +50,11 @@ class WithDynamicTables:
             if isinstance(kernel, DynamicKernel)
         ]
 
+    @property
+    def dynamic_table_sizes(self) -> dict[str, int]:
+        """How many rows each table has over all ranks, which dump and load need for ``continuous`` routing."""
+        return {config.name: config.num_embeddings for config in getattr(self, self.CONFIGS)}
+
     def dynamic_table_names(self) -> list[str]:
         """Return the names of the dynamic tables."""
         return [name for name, plan in self.module_sharding_plan.items() if is_dynamic(plan)]

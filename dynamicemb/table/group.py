@@ -94,6 +94,8 @@ class TableGroup:
         self.options = options
         self.device = device
         self.initializers = initializers
+        # A load changes those of the tables it fills.
+        self.seeds = [options.seed] * len(names)
         self.store = RowStore(capacities, formats, options.dtype, device, most)
         self.index = Index.create(
             [c // options.bucket_capacity for c in capacities],

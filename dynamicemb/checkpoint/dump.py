@@ -1,0 +1,302 @@
+"""Write the tables of a model to disk, every rank its own."""
+
+import json
+import uuid
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from dynamicemb.checkpoint.format import (
+    FULL,
+    KEYS,
+    OPT_VALUES,
+    SCORES,
+    VALUES,
+    FileEntry,
+    Manifest,
+    TableEntry,
+    inside,
+    meta_file,
+    rank_file,
+)  # fmt: skip
+from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string, join
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.target import Target
+from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
+from dynamicemb.errors import DynamicEmbError
+from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy, score_dump_permutation
+from dynamicemb.table.index import UPDATES
+from dynamicemb.table.layout import FIRST_DIGEST
+from dynamicemb.version import __version__
+
+# Rows are copied in batches of at most so many bytes, so that a dump needs little memory beside the table.
+_BATCH_BYTES = 2**24
+
+
+def DynamicEmbDump(
+    path: AnyPath,
+    model: nn.Module,
+    table_names: Mapping[str, list[str]] | None = None,
+    optim: bool = False,
+    counter: bool = False,
+    pg: Any = None,
+    allow_overwrite: bool = False,
+) -> None:
+    """Write the dynamic tables of a model into a folder; a collective on the ranks of ``pg``.
+
+    The folder appears, or takes the place of the dump before, only when everything is on the disk. Call it between two
+    steps.
+
+    Args:
+        path: the folder, on a file system that all ranks share.
+        model: the model; its collections become sub-folders named by their path, ``model.a.b``.
+        table_names: tables to write, per collection path; all of a collection that is not named.
+        optim: whether to write optimizer state.
+        counter: whether to write admission counters.
+        pg: the ranks over which the tables are sharded; None is all.
+        allow_overwrite: whether a dump may be replaced that is there already.
+
+    Raises:
+        FileExistsError: the folder is not empty, and ``allow_overwrite`` is False or it holds other files.
+        OSError: the disk failed; what was there before is still there. A failure of one rank raises on all.
+        ValueError: ``table_names`` has a name that is not in the model.
+    """
+    request = DumpRequest(as_string(path), optim, counter, allow_overwrite)
+    ranks = Ranks(pg)
+    tables = ranks.each(lambda: tables_of_model(model, table_names))
+    dump_tables(request, tables, ranks)
+
+
+@dataclass(frozen=True)
+class DumpRequest:
+    """What to write where; see ``DynamicEmbDump``."""
+
+    path: str
+    optim: bool = False
+    counter: bool = False
+    allow_overwrite: bool = False
+
+
+def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK) -> None:
+    """Write tables, in the same order on all ranks."""
+    if not tables:
+        return
+    ranks.each(lambda: _check(tables, request, ranks))
+    target = ranks.each(lambda: Target(request.path, disk))
+    folders = sorted({table.folder for table in tables})
+    replaces = ranks.on_first(lambda: target.prepare(folders, request.allow_overwrite))
+    if replaces and ranks.rank == 0:
+        warnings.warn(f"the dump in {target.path!r} is replaced", UserWarning, stacklevel=3)
+    try:
+        clock = max(ranks.together(lambda: max(table.group.now() for table in tables)))
+        parts = ranks.together(lambda: _write_rank(target, tables, request, ranks, clock, disk))
+        ranks.on_first(lambda: target.commit(_manifest(parts, clock)))
+    except BaseException:
+        if ranks.rank == 0:
+            target.abort()
+        raise
+
+
+def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
+    """Refuse what cannot be dumped, before anything is written."""
+    for kind, descriptions in (("tables", ranks.gather(describe(tables))), ("options", ranks.gather(request))):
+        if any(description != descriptions[0] for description in descriptions):
+            raise DynamicEmbError(f"the ranks disagree about the {kind} to dump: {descriptions}")
+    for table in tables:
+        check_routing_known(table, ranks.world_size)
+    if request.counter and ranks.rank == 0:
+        warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=4)
+
+
+@dataclass
+class _RankPart:
+    """What one rank wrote."""
+
+    collections: dict[str, dict[str, TableEntry]]
+    files: dict[str, FileEntry]
+
+
+def _write_rank(
+    target: Target, tables: list[Table], request: DumpRequest, ranks: Ranks, clock: int, disk: FileSystem
+) -> _RankPart:
+    part = _RankPart({}, {})
+    # None: only where somebody watches.
+    rows = sum(table.group.size(table.index) for table in tables)
+    with tqdm(total=rows, desc="dump", unit=" rows", disable=None if ranks.rank == 0 else True) as progress:
+        for table in tables:
+            with table.group.lock:
+                entry = _entry(table, request.optim)
+                with ExitStack() as stack:
+                    writers = _open_writers(stack, target, table, entry, ranks, disk)
+                    for batch in _batches(table, entry.num_state > 0, clock):
+                        _check_owner(table, batch[KEYS], ranks)
+                        for item, writer in writers.items():
+                            writer.write(batch[item])
+                        entry.counts[0] += len(batch[KEYS])
+                        progress.update(len(batch[KEYS]))
+                    for writer in writers.values():
+                        part.files[writer.path] = writer.finish()
+                part.collections.setdefault(table.folder, {})[table.name] = entry
+                if ranks.rank == 0:
+                    path, data = inside(table.folder, meta_file(table.name)), _meta(table)
+                    target.write_file(path, data)
+                    part.files[path] = FileEntry(len(data), zlib.crc32(data))
+    return part
+
+
+def _entry(table: Table, optim: bool) -> TableEntry:
+    """Describe a table; the lists have the entry of this rank alone, and no rows are counted yet."""
+    group, options = table.group, table.options
+    begin, end = group.index.bucket_offsets[table.index : table.index + 2].tolist()
+    return TableEntry(
+        dim=table.dim,
+        dtype=str(table.module.embedding_dtype).removeprefix("torch."),
+        optimizer=table.module.optimizer.name,
+        num_state=table.num_state if optim else -1,
+        score_strategy=table.strategy_names,
+        dist_type=options.dist_type,
+        num_embeddings=table.num_embeddings,
+        seed=group.seeds[table.index] % 2**64,
+        updates=int(group.index.clock[UPDATES]),
+        has_counter=False,
+        counts=[0],
+        num_buckets=[end - begin],
+        capacities=[group.capacities[table.index]],
+        num_counters=[0],
+        num_tombstones=[0],
+    )
+
+
+def _open_writers(
+    stack: ExitStack, target: Target, table: Table, entry: TableEntry, ranks: Ranks, disk: FileSystem
+) -> dict[str, "FileWriter"]:
+    writers = {}
+    for item in entry.items(FULL):
+        path = inside(table.folder, rank_file(table.name, item, ranks.rank, ranks.world_size))
+        writers[item] = stack.enter_context(FileWriter(disk, target.writing, path))
+    return writers
+
+
+def _batches(table: Table, with_state: bool, clock: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield a table's rows in the order of their slots, per item of the format."""
+    group, t = table.group, table.index
+    index = group.index
+    begin, end = (int(b) * index.bucket_capacity for b in index.bucket_offsets[t : t + 2])
+    size = min(BATCH_SIZE_PER_DUMP, max(1, _BATCH_BYTES // (4 * (table.dim + table.num_state))))
+    for first in range(begin, end, size):
+        slots = first + (index.digests[first : min(end, first + size)] >= FIRST_DIGEST).nonzero().flatten()
+        if not slots.numel():
+            continue
+        weights, state = group.read(t, index.rows[slots])
+        batch = {KEYS: index.keys[slots], VALUES: weights, SCORES: scores_to_file(table, group.scores(t, slots), clock)}
+        batch[OPT_VALUES] = state if with_state else state[:, :0]
+        yield {item: np.ascontiguousarray(values.cpu().numpy()) for item, values in batch.items()}
+
+
+def scores_to_file(table: Table, scores: list[torch.Tensor], clock: int) -> torch.Tensor:
+    """Return scores as files have them, i64 ``[M, columns]``: a lone timestamp as its age, columns as the user's."""
+    if table.strategy is DynamicEmbScoreStrategy.TIMESTAMP:
+        return (clock - scores[0])[:, None]
+    return torch.stack(scores, 1)[:, score_dump_permutation(table.strategy)]
+
+
+def _check_owner(table: Table, keys: np.ndarray, ranks: Ranks) -> None:
+    """Refuse to write ids that a load would look for in another rank's files.
+
+    Raises:
+        DynamicEmbError: this rank holds ids of other ranks.
+    """
+    ids = torch.from_numpy(keys)
+    foreign = ids[table.owners(ids, ranks.world_size) != ranks.rank]
+    if foreign.numel():
+        raise DynamicEmbError(
+            f"table {table} holds ids on rank {ranks.rank} that {table.options.dist_type!r} routing over "
+            f"{ranks.world_size} ranks gives to others, such as {int(foreign[0])}: no lookup finds them there. Import "
+            "rows on the rank that owns_of names, and dump with the ranks over which the tables are sharded"
+        )
+
+
+def _meta(table: Table) -> bytes:
+    """Return the contents of a table's JSON file, which the reference implementation reads too."""
+    group = table.group
+    values = table.module.optimizer.to_dict(int(group.index.clock[UPDATES]))
+    values["evict_strategy"] = str(get_evict_strategy(table.strategy).value)
+    values["dist_type"] = table.options.dist_type
+    timed = table.strategy is DynamicEmbScoreStrategy.TIMESTAMP or isinstance(table.strategy, tuple)
+    values["step_score"] = 0 if timed else group.get_score(table.index)
+    return json.dumps(values, indent=4).encode()
+
+
+def _manifest(parts: list[_RankPart], clock: int) -> Manifest:
+    """Put together what the ranks wrote."""
+    files = {path: entry for part in parts for path, entry in part.files.items()}
+    collections: dict[str, dict[str, TableEntry]] = {}
+    for folder, tables in parts[0].collections.items():
+        collections[folder] = {name: _joined([part.collections[folder][name] for part in parts]) for name in tables}
+    return Manifest(__version__, FULL, uuid.uuid4().hex, [], len(parts), clock, collections, files)
+
+
+def _joined(entries: list[TableEntry]) -> TableEntry:
+    """Put the lists of all ranks together."""
+    return replace(
+        entries[0],
+        updates=max(entry.updates for entry in entries),
+        counts=[entry.counts[0] for entry in entries],
+        num_buckets=[entry.num_buckets[0] for entry in entries],
+        capacities=[entry.capacities[0] for entry in entries],
+        num_counters=[entry.num_counters[0] for entry in entries],
+        num_tombstones=[entry.num_tombstones[0] for entry in entries],
+    )
+
+
+class FileWriter:
+    """A new file that knows its size and checksum. Use it as a context, and ``finish`` it."""
+
+    def __init__(self, disk: FileSystem, root: str, path: str) -> None:
+        """Make the file.
+
+        Args:
+            disk: the file system.
+            root: folder of the dump.
+            path: of the file inside it.
+        """
+        self.path = path
+        self._disk = disk
+        self._size = 0
+        self._crc = 0
+        self._file: int | None = disk.create(join(root, path))
+
+    def __enter__(self) -> "FileWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._disk.close(self._file)
+
+    def write(self, values: np.ndarray) -> None:
+        """Append an array."""
+        if not values.size:
+            return
+        data = values.view(np.uint8).reshape(-1).data
+        assert self._file is not None
+        self._disk.write(self._file, data)
+        self._size += len(data)
+        self._crc = zlib.crc32(data, self._crc)
+
+    def finish(self) -> FileEntry:
+        """Wait until the file is on the disk."""
+        file = self._file
+        assert file is not None
+        self._disk.sync(file)
+        self._file = None
+        self._disk.close(file)
+        return FileEntry(self._size, self._crc)
