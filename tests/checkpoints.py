@@ -24,7 +24,7 @@ def records(module: BatchedDynamicEmbeddingTablesV2, table: str) -> Records:
     weights, state = group.read(t, group.index.rows[slots])
     ids, scores = module.export_scores(table, "cpu")
     assert torch.equal(ids, group.index.keys[slots].cpu())
-    scores = scores.view(ids.numel(), -1).tolist()
+    scores = scores.reshape(ids.numel(), -1 if ids.numel() else 1).tolist()
     rows = zip(ids.tolist(), weights.cpu().numpy(), state.cpu().numpy(), scores, strict=True)
     return {i: (w.tobytes(), s.tobytes(), tuple(score)) for i, w, s, score in rows}
 
@@ -42,8 +42,9 @@ def shift_between(before: Records, after: Records, column: int = 0) -> int:
 
 
 def trained(num_steps: int = 4, num_ids: int = 30, seed: int = 0, **arguments: Any) -> BatchedDynamicEmbeddingTablesV2:
-    """Return a module of tables "a" and "b" that has trained on ids of both signs."""
-    tables = [options(dim=5, capacity=256, **arguments.pop("options", {})) for _ in range(2)]
+    """Return a module that has trained on ids of both signs, with tables "a" and "b" or fewer, see `num_tables`."""
+    num_tables, more = arguments.pop("num_tables", 2), arguments.pop("options", {})
+    tables = [options(**{"dim": 5, "capacity": 256, **more}) for _ in range(num_tables)]
     module = make_module(tables, **{"optimizer": "adam", **arguments})
     train(module, num_steps, num_ids, seed)
     return module

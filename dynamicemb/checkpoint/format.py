@@ -27,7 +27,7 @@ INCREMENT = "increment"
 
 _RANK_FILE = re.compile(rf"(?s)(.+)_({'|'.join(ITEMS)})\.rank_(0|[1-9]\d*)\.world_size_([1-9]\d*)")
 _META_SUFFIX = "_opt_args.json"
-_ENVELOPE = re.compile(rb'\{"crc32": (\d{10}),\n"manifest": (.*)\}\n', re.DOTALL)
+_ENVELOPE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"manifest": (.*)\}\n', re.DOTALL)
 
 
 def rank_file(table: str, item: str, rank: int, world_size: int) -> str:
@@ -184,7 +184,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the contents of the file: the manifest as JSON, and its CRC."""
         body = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
-        return b'{"crc32": %010d,\n"manifest": %s}\n' % (zlib.crc32(body), body)
+        return b'{"crc32": "%08x",\n"manifest": %s}\n' % (zlib.crc32(body), body)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Manifest":
@@ -201,8 +201,8 @@ class Manifest:
         match = _ENVELOPE.fullmatch(data)
         if match is None:
             raise CheckpointCorruptError(path, "a manifest with its checksum", f"{len(data)} bytes of something else")
-        if zlib.crc32(match[2]) != int(match[1]):
-            raise CheckpointCorruptError(path, f"CRC {int(match[1]):08x}", f"{zlib.crc32(match[2]):08x}")
+        if zlib.crc32(match[2]) != int(match[1], 16):
+            raise CheckpointCorruptError(path, f"CRC {match[1].decode()}", f"{zlib.crc32(match[2]):08x}")
         values = json.loads(match[2])
         version = values.get("format_version") if isinstance(values, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:

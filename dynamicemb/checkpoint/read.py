@@ -1,6 +1,7 @@
 """Stream the rows of a dump that belong to a rank."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,34 +161,31 @@ def rows_of_rank(
 ) -> Iterator[Rows]:
     """Yield the rows of a table that this rank owns."""
     for file_rank in files_of_rank(table, stored, ranks):
-        with (
-            FileReader(disk, stored.path(KEYS, file_rank), np.int64, 1) as keys,
-            FileReader(disk, stored.path(VALUES, file_rank), np.float32, table.dim) as values,
-        ):
-            others = _Others(table, stored, conversion, file_rank, disk)
-            with others:
-                yield from _owned(table, stored.counts[file_rank], (keys, values, others), ranks)
+        with ExitStack() as stack:
+            files = _Files(table, stored, conversion)
+            files.open(stack, file_rank, disk)
+            yield from _owned(table, stored.counts[file_rank], files, ranks)
 
 
-class _Others:
-    """The files of scores and state, where there are any."""
+class _Files:
+    """The files of one writing rank that are read."""
 
-    def __init__(self, table: Table, stored: Stored, conversion: Conversion, rank: int, disk: FileSystem) -> None:
+    def __init__(self, table: Table, stored: Stored, conversion: Conversion) -> None:
         self._table, self._stored, self._conversion = table, stored, conversion
-        self._scores: FileReader | None = None
-        self._state: FileReader | None = None
-        if stored.num_columns and not conversion.fresh_scores:
-            self._scores = FileReader(disk, stored.path(SCORES, rank), np.int64, stored.num_columns)
-        if conversion.with_state and stored.num_state >= 0 and table.num_state > 0:
-            self._state = FileReader(disk, stored.path(OPT_VALUES, rank), np.float32, stored.num_state)
 
-    def __enter__(self) -> "_Others":
-        return self
+    def open(self, stack: ExitStack, rank: int, disk: FileSystem) -> None:
+        """Open them until ``stack`` is left."""
+        table, stored, conversion = self._table, self._stored, self._conversion
+        with_scores = stored.num_columns > 0 and not conversion.fresh_scores
+        with_state = conversion.with_state and stored.num_state >= 0 and table.num_state > 0
 
-    def __exit__(self, *error: object) -> None:
-        for reader in (self._scores, self._state):
-            if reader is not None:
-                reader.__exit__()
+        def reader(item: str, dtype: type[np.generic], width: int) -> FileReader:
+            return stack.enter_context(FileReader(disk, stored.path(item, rank), dtype, width))
+
+        self.keys = reader(KEYS, np.int64, 1)
+        self.values = reader(VALUES, np.float32, table.dim)
+        self._scores = reader(SCORES, np.int64, stored.num_columns) if with_scores else None
+        self._state = reader(OPT_VALUES, np.float32, stored.num_state) if with_state else None
 
     def read(self, begin: int, kept: np.ndarray) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return scores and state of some rows of a batch; ``kept`` says which of them."""
@@ -200,11 +198,10 @@ class _Others:
         return scores, torch.from_numpy(self._state.read(begin, kept.size)[kept])
 
 
-def _owned(table: Table, count: int, readers: tuple[FileReader, FileReader, _Others], ranks: Ranks) -> Iterator[Rows]:
-    keys, values, others = readers
+def _owned(table: Table, count: int, files: _Files, ranks: Ranks) -> Iterator[Rows]:
     size = min(BATCH_SIZE_PER_DUMP, max(1, _BATCH_BYTES // (4 * (table.dim + table.num_state))))
     for begin in range(0, count, size):
-        ids = torch.from_numpy(keys.read(begin, min(size, count - begin))[:, 0])
+        ids = torch.from_numpy(files.keys.read(begin, min(size, count - begin))[:, 0])
         own = (table.owners(ids, ranks.world_size) == ranks.rank).nonzero().flatten().numpy()
         if not own.size:
             continue
@@ -212,8 +209,8 @@ def _owned(table: Table, count: int, readers: tuple[FileReader, FileReader, _Oth
         first, end = int(own[0]), int(own[-1]) + 1
         kept = np.zeros(end - first, np.bool_)
         kept[own - first] = True
-        weights = torch.from_numpy(values.read(begin + first, kept.size)[kept])
-        scores, state = others.read(begin + first, kept)
+        weights = torch.from_numpy(files.values.read(begin + first, kept.size)[kept])
+        scores, state = files.read(begin + first, kept)
         yield Rows(ids[own], weights, state, scores)
 
 
