@@ -1,9 +1,12 @@
 """The module of dynamic tables with its files: dump and load of one module, without a model around it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
+from dynamicemb.checkpoint.incremental import incremental_dump
 from dynamicemb.checkpoint.io import AnyPath, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
 from dynamicemb.checkpoint.ranks import Ranks
@@ -50,3 +53,15 @@ class BatchedDynamicEmbeddingTablesV2(_Module):  # noqa: D101
         tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
         request = LoadRequest((as_string(save_dir),), optim, counter, merge, fresh_scores, table_names is None)
         return load_tables(request, tables, ranks).get("", {})
+
+    def incremental_dump(
+        self, named_thresholds: Mapping[str, int], pg: Any = None
+    ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
+        """Return the ids and weights of tables whose score is at least a threshold, and the next thresholds.
+
+        Arguments and errors are those of ``dynamicemb.incremental_dump.incremental_dump``, but all by table name.
+        """
+        found = incremental_dump(self, {"model": named_thresholds}, pg)
+        assert found is not None
+        rows, thresholds = found
+        return rows.get("model", {}), thresholds.get("model", {})
