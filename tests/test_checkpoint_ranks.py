@@ -144,6 +144,26 @@ def test_c23_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path
     ranks.run(2, train_on, case_for("roundrobin", score=score), str(tmp_path / "dump"))
 
 
+def caught(work: Any, disk: Any) -> str:
+    try:
+        work(disk)
+    except OSError as error:
+        assert error.errno == errno.EIO
+        return str(error)
+    return "no error"
+
+
+def fails_everywhere(work: Any, total: int, guilty: bool) -> None:
+    """Let each of so many operations fail in turn on the guilty rank."""
+    from tests.failing_disk import FailingDisk
+
+    for number in range(1, total + 1):
+        disk = FailingDisk(number if guilty else -1, errno.EIO)
+        messages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, caught(work, disk))
+        assert len(set(messages)) == 1 and messages[0] != "no error", (number, messages)
+
+
 def fail_on_rank(rank: int, world_size: int, path: str, guilty: int) -> int:
     """Let every disk operation of a rank fail in turn; all ranks must raise the same, and go on."""
     from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
@@ -158,21 +178,6 @@ def fail_on_rank(rank: int, world_size: int, path: str, guilty: int) -> int:
     steps(model, case, rank, range(2))
     tables = tables_of_model(model, None)
     together = Ranks()
-
-    def caught(work: Any) -> str:
-        try:
-            work()
-        except OSError as error:
-            assert error.errno == errno.EIO
-            return str(error)
-        return "no error"
-
-    def check(work: Any, total: int) -> None:
-        for number in range(1, total + 1):
-            disk = FailingDisk(number if rank == guilty else -1, errno.EIO)
-            messages: list[Any] = [None] * world_size
-            dist.all_gather_object(messages, caught(lambda disk=disk: work(disk)))
-            assert len(set(messages)) == 1 and messages[0] != "no error", (number, messages)
 
     def dump(disk: FileSystem) -> None:
         dump_tables(DumpRequest(path, optim=True, allow_overwrite=True), tables, together, disk)
@@ -192,10 +197,10 @@ def fail_on_rank(rank: int, world_size: int, path: str, guilty: int) -> int:
         dump(FailingDisk(-1, errno.EIO))
         before = held(model)
         num_dump = operations(dump)
-        check(dump, num_dump)
+        fails_everywhere(dump, num_dump, rank == guilty)
         dump(FailingDisk(-1, errno.EIO))
         num_load = operations(load)
-        check(load, num_load)
+        fails_everywhere(load, num_load, rank == guilty)
         load(FailingDisk(-1, errno.EIO))
     assert {n: without_scores(r) for n, r in held(model).items()} == {n: without_scores(r) for n, r in before.items()}
     return num_dump + num_load

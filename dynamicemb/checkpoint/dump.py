@@ -4,7 +4,7 @@ import json
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,10 @@ from torch import nn
 from tqdm import tqdm
 
 from dynamicemb.checkpoint.format import (
-    FULL,
     KEYS,
     OPT_VALUES,
     SCORES,
+    TOMBSTONES,
     VALUES,
     FileEntry,
     Manifest,
@@ -27,6 +27,7 @@ from dynamicemb.checkpoint.format import (
     meta_file,
     rank_file,
 )  # fmt: skip
+from dynamicemb.checkpoint.increment import Chain, open_chain
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string, join
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
@@ -35,7 +36,7 @@ from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy, score_dump_permutation
 from dynamicemb.table.index import UPDATES
-from dynamicemb.table.layout import FIRST_DIGEST
+from dynamicemb.table.touched import Mark, next_change, touched_slots
 from dynamicemb.version import __version__
 
 # Rows are copied in batches of at most so many bytes, so that a dump needs little memory beside the table.
@@ -50,6 +51,7 @@ def DynamicEmbDump(
     counter: bool = False,
     pg: Any = None,
     allow_overwrite: bool = False,
+    base: AnyPath | Sequence[AnyPath] | None = None,
 ) -> None:
     """Write the dynamic tables of a model into a folder; a collective on the ranks of ``pg``.
 
@@ -64,13 +66,16 @@ def DynamicEmbDump(
         counter: whether to write admission counters.
         pg: the ranks over which the tables are sharded; None is all.
         allow_overwrite: whether a dump may be replaced that is there already.
+        base: the full dump, or the list of it and its increments so far, that these tables were dumped to or loaded
+            from last: only what changed since is written, and which ids are gone. Load it with the list of all.
 
     Raises:
+        DynamicEmbError: ``base`` is not what the tables were dumped to or loaded from last.
         FileExistsError: the folder is not empty, and ``allow_overwrite`` is False or it holds other files.
         OSError: the disk failed; what was there before is still there. A failure of one rank raises on all.
         ValueError: ``table_names`` has a name that is not in the model.
     """
-    request = DumpRequest(as_string(path), optim, counter, allow_overwrite)
+    request = DumpRequest(as_string(path), optim, counter, allow_overwrite, as_chain(base))
     ranks = Ranks(pg)
     tables = ranks.each(lambda: tables_of_model(model, table_names))
     dump_tables(request, tables, ranks)
@@ -84,6 +89,14 @@ class DumpRequest:
     optim: bool = False
     counter: bool = False
     allow_overwrite: bool = False
+    base: tuple[str, ...] = ()
+
+
+def as_chain(base: AnyPath | Sequence[AnyPath] | None) -> tuple[str, ...]:
+    """Return the paths of a chain of dumps, none for None."""
+    if base is None:
+        return ()
+    return tuple(map(as_string, base if isinstance(base, list | tuple) else (base,)))
 
 
 def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK) -> None:
@@ -91,19 +104,25 @@ def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: F
     if not tables:
         return
     ranks.each(lambda: _check(tables, request, ranks))
-    target = ranks.each(lambda: Target(request.path, disk))
+    chain = ranks.each(lambda: open_chain(tables, request.base, request.optim, disk))
+    target = ranks.each(lambda: _target(request, disk))
     folders = sorted({table.folder for table in tables})
     replaces = ranks.on_first(lambda: target.prepare(folders, request.allow_overwrite))
     if replaces and ranks.rank == 0:
         warnings.warn(f"the dump in {target.path!r} is replaced", UserWarning, stacklevel=3)
     try:
-        clock = max(ranks.together(lambda: max(table.group.now() for table in tables)))
-        parts = ranks.together(lambda: _write_rank(target, tables, request, ranks, clock, disk))
-        ranks.on_first(lambda: target.commit(_manifest(parts, clock)))
+        # Times on the disk go on from those of the chain, which a load may have moved.
+        now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
+        writing = _Writing(target, request.optim, ranks, disk, chain, now - chain.time_shift)
+        marks: list[int] = []
+        parts = ranks.together(lambda: writing.write(tables, marks))
+        manifest = ranks.on_first(lambda: writing.commit(parts))
     except BaseException:
         if ranks.rank == 0:
             target.abort()
         raise
+    for table, first_step in zip(tables, marks, strict=True):
+        table.group.marks[table.index] = Mark(manifest.dump_id, first_step, chain.time_shift)
 
 
 def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
@@ -125,32 +144,78 @@ class _RankPart:
     files: dict[str, FileEntry]
 
 
-def _write_rank(
-    target: Target, tables: list[Table], request: DumpRequest, ranks: Ranks, clock: int, disk: FileSystem
-) -> _RankPart:
-    part = _RankPart({}, {})
-    # None: only where somebody watches.
-    rows = sum(table.group.size(table.index) for table in tables)
-    with tqdm(total=rows, desc="dump", unit=" rows", disable=None if ranks.rank == 0 else True) as progress:
-        for table in tables:
-            with table.group.lock:
-                entry = _entry(table, request.optim)
-                with ExitStack() as stack:
-                    writers = _open_writers(stack, target, table, entry, ranks, disk)
-                    for batch in _batches(table, entry.num_state > 0, clock):
-                        _check_owner(table, batch[KEYS], ranks)
-                        for item, writer in writers.items():
-                            writer.write(batch[item])
-                        entry.counts[0] += len(batch[KEYS])
-                        progress.update(len(batch[KEYS]))
-                    for writer in writers.values():
-                        part.files[writer.path] = writer.finish()
+def _target(request: DumpRequest, disk: FileSystem) -> Target:
+    target = Target(request.path, disk)
+    if target.path in map(disk.real_path, request.base):
+        raise ValueError(f"path {request.path!r} is part of base: an increment needs a folder of its own")
+    return target
+
+
+@dataclass
+class _Writing:
+    """A dump in progress on one rank."""
+
+    target: Target
+    optim: bool
+    ranks: Ranks
+    disk: FileSystem
+    chain: Chain
+    clock: int
+
+    def write(self, tables: list[Table], marks: list[int]) -> _RankPart:
+        """Write this rank's files; appends to ``marks`` the step from which each table's next increment begins."""
+        part = _RankPart({}, {})
+        rows = sum(table.group.size(table.index) for table in tables)
+        # None: only where somebody watches.
+        disable = None if self.ranks.rank == 0 else True
+        with tqdm(total=rows, desc="dump", unit=" rows", disable=disable) as progress:
+            for table in tables:
+                with table.group.lock:
+                    marks.append(next_change(table.group.steps))
+                    entry = self._write_table(table, part, progress)
                 part.collections.setdefault(table.folder, {})[table.name] = entry
-                if ranks.rank == 0:
+                if self.ranks.rank == 0:
                     path, data = inside(table.folder, meta_file(table.name)), _meta(table)
-                    target.write_file(path, data)
+                    self.target.write_file(path, data)
                     part.files[path] = FileEntry(len(data), zlib.crc32(data))
-    return part
+        return part
+
+    def _write_table(self, table: Table, part: _RankPart, progress: Any) -> TableEntry:
+        entry = _entry(table, self.optim)
+        first_step = self.chain.first_step(table)
+        with ExitStack() as stack:
+            writers = {}
+            for item in entry.items(self.chain.kind):
+                name = rank_file(table.name, item, self.ranks.rank, self.ranks.world_size)
+                path = inside(table.folder, name)
+                writers[item] = stack.enter_context(FileWriter(self.disk, self.target.writing, path))
+            for batch in _batches(table, entry.num_state > 0, self.clock, self.chain.time_shift, first_step):
+                _check_owner(table, batch[KEYS], self.ranks)
+                for item, values in batch.items():
+                    if item in writers:
+                        writers[item].write(values)
+                entry.counts[0] += len(batch[KEYS])
+                progress.update(len(batch[KEYS]))
+            if TOMBSTONES in writers:
+                gone = self.chain.gone(table, self.ranks, self.disk)
+                writers[TOMBSTONES].write(gone)
+                entry.num_tombstones[0] = gone.size
+            for writer in writers.values():
+                part.files[writer.path] = writer.finish()
+        return entry
+
+    def commit(self, parts: list[_RankPart]) -> Manifest:
+        """Put together what the ranks wrote, and give the dump its place; returns its manifest."""
+        files = {path: entry for part in parts for path, entry in part.files.items()}
+        collections = {
+            folder: {name: _joined([part.collections[folder][name] for part in parts]) for name in tables}
+            for folder, tables in parts[0].collections.items()
+        }
+        manifest = Manifest(
+            __version__, self.chain.kind, uuid.uuid4().hex, self.chain.ids, len(parts), self.clock, collections, files
+        )
+        self.target.commit(manifest)
+        return manifest
 
 
 def _entry(table: Table, optim: bool) -> TableEntry:
@@ -176,36 +241,31 @@ def _entry(table: Table, optim: bool) -> TableEntry:
     )
 
 
-def _open_writers(
-    stack: ExitStack, target: Target, table: Table, entry: TableEntry, ranks: Ranks, disk: FileSystem
-) -> dict[str, "FileWriter"]:
-    writers = {}
-    for item in entry.items(FULL):
-        path = inside(table.folder, rank_file(table.name, item, ranks.rank, ranks.world_size))
-        writers[item] = stack.enter_context(FileWriter(disk, target.writing, path))
-    return writers
-
-
-def _batches(table: Table, with_state: bool, clock: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield a table's rows in the order of their slots, per item of the format."""
+def _batches(
+    table: Table, with_state: bool, clock: int, time_shift: int, first_step: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the rows touched since ``first_step`` in the order of their slots, per item of the format."""
     group, t = table.group, table.index
     index = group.index
     begin, end = (int(b) * index.bucket_capacity for b in index.bucket_offsets[t : t + 2])
     size = min(BATCH_SIZE_PER_DUMP, max(1, _BATCH_BYTES // (4 * (table.dim + table.num_state))))
     for first in range(begin, end, size):
-        slots = first + (index.digests[first : min(end, first + size)] >= FIRST_DIGEST).nonzero().flatten()
+        slots = touched_slots(index, group.steps, first, min(end, first + size), first_step)
         if not slots.numel():
             continue
         weights, state = group.read(t, index.rows[slots])
-        batch = {KEYS: index.keys[slots], VALUES: weights, SCORES: scores_to_file(table, group.scores(t, slots), clock)}
+        scores = scores_to_file(table, group.scores(t, slots), clock, time_shift)
+        batch = {KEYS: index.keys[slots], VALUES: weights, SCORES: scores}
         batch[OPT_VALUES] = state if with_state else state[:, :0]
         yield {item: np.ascontiguousarray(values.cpu().numpy()) for item, values in batch.items()}
 
 
-def scores_to_file(table: Table, scores: list[torch.Tensor], clock: int) -> torch.Tensor:
+def scores_to_file(table: Table, scores: list[torch.Tensor], clock: int, time_shift: int) -> torch.Tensor:
     """Return scores as files have them, i64 ``[M, columns]``: a lone timestamp as its age, columns as the user's."""
     if table.strategy is DynamicEmbScoreStrategy.TIMESTAMP:
-        return (clock - scores[0])[:, None]
+        return (clock + time_shift - scores[0])[:, None]
+    if isinstance(table.strategy, tuple):
+        scores = [scores[0] - time_shift, scores[1]]
     return torch.stack(scores, 1)[:, score_dump_permutation(table.strategy)]
 
 
@@ -234,15 +294,6 @@ def _meta(table: Table) -> bytes:
     timed = table.strategy is DynamicEmbScoreStrategy.TIMESTAMP or isinstance(table.strategy, tuple)
     values["step_score"] = 0 if timed else group.get_score(table.index)
     return json.dumps(values, indent=4).encode()
-
-
-def _manifest(parts: list[_RankPart], clock: int) -> Manifest:
-    """Put together what the ranks wrote."""
-    files = {path: entry for part in parts for path, entry in part.files.items()}
-    collections: dict[str, dict[str, TableEntry]] = {}
-    for folder, tables in parts[0].collections.items():
-        collections[folder] = {name: _joined([part.collections[folder][name] for part in parts]) for name in tables}
-    return Manifest(__version__, FULL, uuid.uuid4().hex, [], len(parts), clock, collections, files)
 
 
 def _joined(entries: list[TableEntry]) -> TableEntry:

@@ -19,6 +19,7 @@ from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, 
 from dynamicemb.checkpoint.verify import Verified, verify
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_rows import RowImport, check_importable, clear
+from dynamicemb.table.touched import Mark, next_change
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,19 @@ def load_tables(
         for table in tables:
             clear(table.group, table.index)
         raise
+    _mark(request, tables, stored, dumps[-1], now)
     return _report(tables, reports, ranks)
+
+
+def _mark(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], last: OpenedDump, now: int) -> None:
+    """Let increments continue the dump where the tables now agree with it."""
+    if last.manifest is None or request.merge or request.fresh_scores:
+        return
+    for table, parts in zip(tables, stored, strict=True):
+        if request.optim or parts[-1].num_state <= 0:
+            first_step = next_change(table.group.steps)
+            mark = Mark(last.manifest.dump_id, first_step, now - last.manifest.clock)
+            table.group.marks[table.index] = mark
 
 
 def _open(request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem) -> list[OpenedDump]:
@@ -171,7 +184,8 @@ def _import(
                 for part in reversed(parts):
                     newer = [superseded]
                     for batch in rows_of_rank(table, part, conversion.of(table, part, parts[-1]), ranks, disk):
-                        newer.append(batch.ids.numpy() if len(parts) > 1 else superseded[:0])
+                        if part is not parts[0]:
+                            newer.append(batch.ids.numpy())
                         batch = batch.without(superseded)
                         importer.add(*batch.on(table.group.device))
                         num_rows += batch.ids.numel()

@@ -1,11 +1,11 @@
 """The module of dynamic tables with its files: dump and load of one module, without a model around it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
+from dynamicemb.checkpoint.dump import DumpRequest, as_chain, dump_tables
 from dynamicemb.checkpoint.incremental import incremental_dump
 from dynamicemb.checkpoint.io import AnyPath, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
@@ -25,6 +25,7 @@ class BatchedDynamicEmbeddingTablesV2(_Module):  # noqa: D101
         table_names: Iterable[str] | None = None,
         pg: Any = None,
         allow_overwrite: bool = False,
+        base: AnyPath | Sequence[AnyPath] | None = None,
     ) -> None:
         """Write the tables of this module into a folder, whose files then have no sub-folder.
 
@@ -32,11 +33,11 @@ class BatchedDynamicEmbeddingTablesV2(_Module):  # noqa: D101
         """
         ranks = Ranks(pg)
         tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
-        dump_tables(DumpRequest(as_string(save_dir), optim, counter, allow_overwrite), tables, ranks)
+        dump_tables(DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base)), tables, ranks)
 
     def load(
         self,
-        save_dir: AnyPath,
+        save_dir: AnyPath | Sequence[AnyPath],
         optim: bool = False,
         counter: bool = False,
         table_names: Iterable[str] | None = None,
@@ -51,7 +52,7 @@ class BatchedDynamicEmbeddingTablesV2(_Module):  # noqa: D101
         """
         ranks = Ranks(pg)
         tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
-        request = LoadRequest((as_string(save_dir),), optim, counter, merge, fresh_scores, table_names is None)
+        request = LoadRequest(as_chain(save_dir), optim, counter, merge, fresh_scores, table_names is None)
         return load_tables(request, tables, ranks).get("", {})
 
     def incremental_dump(

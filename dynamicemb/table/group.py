@@ -22,6 +22,7 @@ from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
+from dynamicemb.table.touched import Mark
 
 MAX_SLOTS = 2**31 - 1
 # Erased slots lengthen probes; a table is rebuilt when they exceed this share.
@@ -96,6 +97,8 @@ class TableGroup:
         self.initializers = initializers
         # A load changes those of the tables it fills.
         self.seeds = [options.seed] * len(names)
+        # Per table, the dump that increments may continue; see ``table/touched.py``.
+        self.marks: dict[int, Mark] = {}
         self.store = RowStore(capacities, formats, options.dtype, device, most)
         self.index = Index.create(
             [c // options.bucket_capacity for c in capacities],

@@ -69,6 +69,8 @@ class RowImport:
         group.lock.acquire()
         try:
             check_importable(group)
+            # What comes has no tags: no increment would find it.
+            group.marks.pop(self._table, None)
             if not self._keep:
                 clear(group, self._table)
             self._make_room()
@@ -230,6 +232,7 @@ def clear(group: TableGroup, table: int) -> None:
         index.counters[table, ERASED] += group.size(table)
         index.digests[begin:end] = DIGEST_EMPTY
         index.tags[begin:end] = 0
+        group.marks.pop(table, None)
         group.epoch += 1
 
 
