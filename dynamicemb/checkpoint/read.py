@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from dynamicemb.table.ownership import CONTINUOUS
 from dynamicemb.table.scores import MAX_SCORE
 
 _BATCH_BYTES = 2**24
+
+# Which rows of a batch: all, or positions.
+Kept: TypeAlias = slice | np.ndarray
 
 
 class FileReader:
@@ -187,15 +190,16 @@ class _Files:
         self._scores = reader(SCORES, np.int64, stored.num_columns) if with_scores else None
         self._state = reader(OPT_VALUES, np.float32, stored.num_state) if with_state else None
 
-    def read(self, begin: int, kept: np.ndarray) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return scores and state of some rows of a batch; ``kept`` says which of them."""
-        columns = np.empty((kept.size, 0), np.int64)
+    def read(self, begin: int, count: int, kept: Kept) -> Rows:
+        """Return the rows of a part of a batch; ``kept`` says which of them."""
+        weights = torch.from_numpy(self.values.read(begin, count)[kept])
+        ids = torch.from_numpy(self.keys.read(begin, count)[kept, 0])
+        columns = np.empty((count, 0), np.int64)
         if self._scores is not None:
-            columns = self._scores.read(begin, kept.size)
+            columns = self._scores.read(begin, count)
         scores = self._conversion.scores(self._table, self._stored, columns[kept])
-        if self._state is None:
-            return scores, None
-        return scores, torch.from_numpy(self._state.read(begin, kept.size)[kept])
+        state = None if self._state is None else torch.from_numpy(self._state.read(begin, count)[kept])
+        return Rows(ids, weights, state, scores)
 
 
 def _owned(table: Table, count: int, files: _Files, ranks: Ranks) -> Iterator[Rows]:
@@ -205,13 +209,9 @@ def _owned(table: Table, count: int, files: _Files, ranks: Ranks) -> Iterator[Ro
         own = (table.owners(ids, ranks.world_size) == ranks.rank).nonzero().flatten().numpy()
         if not own.size:
             continue
-        # Only the part of the batch between the first and the last row of ours is read.
-        first, end = int(own[0]), int(own[-1]) + 1
-        kept = np.zeros(end - first, np.bool_)
-        kept[own - first] = True
-        weights = torch.from_numpy(files.values.read(begin + first, kept.size)[kept])
-        scores, state = files.read(begin + first, kept)
-        yield Rows(ids[own], weights, state, scores)
+        # Only the part of the batch between the first and the last row of ours is read, and copied if not all is ours.
+        first, length = int(own[0]), int(own[-1]) + 1 - int(own[0])
+        yield files.read(begin + first, length, slice(None) if own.size == length else own - first)
 
 
 def tombstones_of_rank(table: Table, stored: Stored, ranks: Ranks, disk: FileSystem) -> list[np.ndarray]:

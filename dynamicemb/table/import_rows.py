@@ -1,6 +1,7 @@
 """Import rows with given scores and optimizer state, as a load does."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,19 +128,19 @@ class RowImport:
             state: f32 ``[M, num_state]``, or None for the initial state.
             scores: what ``TableGroup.scores`` returns, each i64 ``[M]``.
         """
+        rows = _Rows(ids, weights, self._initial_state(ids.numel()) if state is None else state, scores)
         last = _last_of_each(ids)
         self.num_repeated += ids.numel() - last.numel()
-        ids, weights, scores = ids[last], weights[last], [column[last] for column in scores]
-        state = self._initial_state(ids.numel()) if state is None else state[last]
-        slots = self._find(ids)
+        rows = rows.at(last)
+        slots = self._find(rows.ids)
         self.num_repeated += int((slots >= 0).sum())
         missing = (slots < 0).nonzero().flatten()
-        placed = missing[self._admit(ids[missing], [column[missing] for column in scores])]
+        placed = missing[self._admit(rows.ids[missing], [column[missing] for column in rows.scores])]
         if placed.numel():
-            self._insert(ids[placed])
-            slots[placed] = self._find(ids[placed])
+            self._insert(rows.ids[placed])
+            slots[placed] = self._find(rows.ids[placed])
         there = (slots >= 0).nonzero().flatten()
-        self._write(slots[there].long(), weights[there], state[there], [column[there] for column in scores])
+        self._write(slots[there].long(), rows.at(there))
 
     def _initial_state(self, number: int) -> torch.Tensor:
         group = self._group
@@ -151,20 +152,24 @@ class RowImport:
         return group.kernels.find(self._slot_index, ids, group._ranges_of(self._table, ids.numel()), False)
 
     def _insert(self, ids: torch.Tensor) -> None:
-        rows, _ = self._group.find_or_insert(ids, self._group._ranges_of(self._table, ids.numel()))
+        group = self._group
+        if hasattr(group.kernels, "insert"):
+            # The rows are about to be written, so nobody needs their first values.
+            rows = torch.full((ids.numel(),), -1, dtype=torch.int32, device=group.device)
+            group.kernels.insert(group.index, ids, group._ranges_of(self._table, ids.numel()), rows)
+        else:
+            rows, _ = group.find_or_insert(ids, group._ranges_of(self._table, ids.numel()))
         assert bool((rows >= 0).all()), "an import made room and did not find it"
 
-    def _write(
-        self, slots: torch.Tensor, weights: torch.Tensor, state: torch.Tensor, scores: list[torch.Tensor]
-    ) -> None:
+    def _write(self, slots: torch.Tensor, rows: "_Rows") -> None:
         group, index = self._group, self._group.index
         if group.options.strategies[self._table] == SCORE_COMPOUND:
-            index.stamps[slots], index.scores[slots] = scores
+            index.stamps[slots], index.scores[slots] = rows.scores
         else:
-            (index.scores[slots],) = scores
+            (index.scores[slots],) = rows.scores
         # Nothing of a step: they may be evicted at once.
         index.tags[slots] = 0
-        group.kernels.write_rows(group.store, self._table, index.rows[slots], weights, state)
+        group.kernels.write_rows(group.store, self._table, index.rows[slots], rows.weights, rows.state)
 
     def _admit(self, ids: torch.Tensor, scores: list[torch.Tensor]) -> torch.Tensor:
         """Return the positions of the new ids that get a place, and take it from the ids that must go."""
@@ -222,6 +227,22 @@ class RowImport:
         index.digests[slots] = DIGEST_ERASED
         index.tags[slots] = 0
         index.counters[self._table, EVICTED] += slots.numel()
+
+
+class _Rows(NamedTuple):
+    """Arguments of ``RowImport.add``."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    state: torch.Tensor
+    scores: list[torch.Tensor]
+
+    def at(self, positions: torch.Tensor) -> "_Rows":
+        """Return the rows at ascending positions; the same ones, not copied, if that is all."""
+        if positions.numel() == self.ids.numel():
+            return self
+        scores = [column[positions] for column in self.scores]
+        return _Rows(self.ids[positions], self.weights[positions], self.state[positions], scores)
 
 
 def clear(group: TableGroup, table: int) -> None:
