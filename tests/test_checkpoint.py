@@ -1,5 +1,6 @@
 """Dump and load of one process: everything comes back, into other tables too."""
 
+import ast
 import itertools
 import math
 import warnings
@@ -18,6 +19,7 @@ from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.layout import fmix64, locate
 from tests.checkpoints import Records, load_quietly, records, shift_between, train, trained, without_scores
 from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options
+from tests.test_layers import FILE_CALLS, FILE_MODULES, ROOT, dotted, imported_modules
 
 TIMESTAMP, STEP, CUSTOMIZED, LFU, _ = DynamicEmbScoreStrategy
 STRATEGIES = {
@@ -404,3 +406,26 @@ def test_c27_wrong_names_are_errors_and_nothing_to_dump_is_warned_about(tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module.load(tmp_path / "d")
+
+
+def test_names_of_files_are_those_of_the_reference() -> None:
+    from dynamicemb import batched_dynamicemb_tables as names
+
+    assert names.encode_meta_json_file_path("/d/model", "t") == "/d/model/t_opt_args.json"
+    path = names.encode_checkpoint_file_path("/d/model", "t", 1, 4, "opt_values")
+    assert path == "/d/model/t_emb_opt_values.rank_1.world_size_4"
+    path = names.encode_counter_checkpoint_file_path("/d", "t", 0, 1, "frequencies")
+    assert path == "/d/t_counter_frequencies.rank_0.world_size_1"
+    with pytest.raises(ValueError, match="item must be one of"):
+        names.encode_checkpoint_file_path("/d", "t", 0, 1, "frequencies")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "dynamicemb" / "checkpoint").glob("*.py")), ids=lambda path: path.name)
+def test_only_one_file_of_the_layer_touches_the_operating_system(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    modules = {
+        target.split(".")[0] for target, _ in imported_modules(tree, f"dynamicemb.checkpoint.{path.stem}", False)
+    }
+    calls = {dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    touches = bool(modules & (FILE_MODULES | {"glob", "ctypes"}) or calls & (FILE_CALLS | {"np.fromfile"}))
+    assert touches == (path.name == "io.py")

@@ -40,6 +40,35 @@ def meta_file(table: str) -> str:
     return table + _META_SUFFIX
 
 
+def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
+    """Return the path of a table's JSON file in a folder; the reference implementation's name for it."""
+    return inside(root_path, meta_file(table_name))
+
+
+def encode_checkpoint_file_path(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
+    """Return the path of a rank's file; ``item`` is ``keys``, ``values``, ``scores`` or ``opt_values``.
+
+    Raises:
+        ValueError: another item.
+    """
+    return _encoded(root_path, table_name, rank, world_size, f"emb_{item}")
+
+
+def encode_counter_checkpoint_file_path(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
+    """Return the path of a rank's counter file; ``item`` is ``keys`` or ``frequencies``.
+
+    Raises:
+        ValueError: another item.
+    """
+    return _encoded(root_path, table_name, rank, world_size, f"counter_{item}")
+
+
+def _encoded(root_path: str, table_name: str, rank: int, world_size: int, item: str) -> str:
+    if item not in ITEMS:
+        raise ValueError(f"item must be one of {', '.join(ITEMS)} without its prefix, got {item!r}")
+    return inside(root_path, rank_file(table_name, item, rank, world_size))
+
+
 def inside(folder: str, name: str) -> str:
     """Return a file's path relative to the dump; ``folder`` may be empty."""
     return f"{folder}/{name}" if folder else name

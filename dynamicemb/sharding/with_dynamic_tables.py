@@ -172,7 +172,7 @@ class WithDynamicTables:
         if found and self.__dict__.get("_is_built"):
             warnings.warn(
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows stay as they are; "
-                "import dense rows with insert() of dynamic_embedding_modules",
+                "load a dump with DynamicEmbLoad, or import dense rows with insert() of dynamic_embedding_modules",
                 UserWarning,
                 stacklevel=4,
             )
@@ -184,7 +184,7 @@ class WithDynamicTables:
             self.__dict__["_warned_about_state_dict"] = True
             warnings.warn(
                 f"state_dict() holds no rows of dynamic tables {names}; "
-                "read them with export_keys_values() of dynamic_embedding_modules",
+                "write them with DynamicEmbDump and read them back with DynamicEmbLoad",
                 UserWarning,
                 stacklevel=4,
             )
