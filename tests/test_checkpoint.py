@@ -238,6 +238,22 @@ def test_c19_a_table_that_may_grow_does_so_once_for_a_load(tmp_path: Path) -> No
     half.tables.check_invariants()
 
 
+def test_c19_a_table_that_was_loaded_grows_in_time(tmp_path: Path) -> None:
+    module = make_module([options(capacity=256)], optimizer="adam")
+    module(*bag_per_id(range(20))).sum().backward()
+    module.dump(tmp_path / "d", optim=True)
+    growing = make_module([options(capacity=256, init_capacity=32, max_load_factor=0.75)], optimizer="adam")
+    growing.load(tmp_path / "d", optim=True)
+    assert growing.tables.capacities == [32]
+    assert growing.stats(wait=False)["a"]["size"] == 20
+    for first in range(20, 180, 10):
+        growing(*bag_per_id(range(first, first + 10))).sum().backward()
+        assert growing.stats()["a"]["load"] <= 0.75
+    assert growing.tables.capacities == [256]
+    growing.load(tmp_path / "d", optim=True)
+    assert growing.stats(wait=False)["a"]["size"] == 20
+
+
 def test_c25_without_optim_state_starts_anew(tmp_path: Path) -> None:
     module = make_module([options()], optimizer="exact_adagrad", initial_accumulator_value=0.5)
     module(*bag_per_id([1, 2])).sum().backward()

@@ -101,15 +101,13 @@ def as_chain(base: AnyPath | Sequence[AnyPath] | None) -> tuple[str, ...]:
 
 def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK) -> None:
     """Write tables, in the same order on all ranks."""
-    if not tables:
+    if not any(ranks.gather(bool(tables))):
         return
     ranks.each(lambda: _check(tables, request, ranks))
     chain = ranks.each(lambda: open_chain(tables, request.base, request.optim, disk))
     target = ranks.each(lambda: _target(request, disk))
     folders = sorted({table.folder for table in tables})
-    replaces = ranks.on_first(lambda: target.prepare(folders, request.allow_overwrite))
-    if replaces and ranks.rank == 0:
-        warnings.warn(f"the dump in {target.path!r} is replaced", UserWarning, stacklevel=3)
+    ranks.on_first(lambda: _prepare(target, folders, request.allow_overwrite))
     try:
         # Times on the disk go on from those of the chain, which a load may have moved.
         now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
@@ -142,6 +140,11 @@ class _RankPart:
 
     collections: dict[str, dict[str, TableEntry]]
     files: dict[str, FileEntry]
+
+
+def _prepare(target: Target, folders: list[str], allow_overwrite: bool) -> None:
+    if target.prepare(folders, allow_overwrite):
+        warnings.warn(f"the dump in {target.path!r} is replaced", UserWarning, stacklevel=7)
 
 
 def _target(request: DumpRequest, disk: FileSystem) -> Target:

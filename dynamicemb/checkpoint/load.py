@@ -100,7 +100,7 @@ def load_tables(
     request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK
 ) -> dict[str, dict[str, TableReport]]:
     """Load tables, in the same order on all ranks."""
-    if not tables:
+    if not any(ranks.gather(bool(tables))):
         return {}
     dumps = ranks.each(lambda: _open(request, tables, ranks, disk))
     stored = ranks.each(lambda: [[dump.stored(table, disk) for dump in dumps] for table in tables])

@@ -97,6 +97,7 @@ class RowImport:
             # Nobody looked these ids up.
             group.index.counters[self._table, [HITS, MISSES]] = self._counts
             group.epoch += 1
+            _read_counters(group)
             self._step.finish()
         finally:
             del self._slot_index
@@ -255,6 +256,17 @@ def clear(group: TableGroup, table: int) -> None:
         index.tags[begin:end] = 0
         group.marks.pop(table, None)
         group.epoch += 1
+        _read_counters(group)
+
+
+def _read_counters(group: TableGroup) -> None:
+    """Tell growth and statistics the new sizes: test_c19_a_table_that_was_loaded_grows_in_time."""
+    # The first call waits, so that copies from before are there; the second takes them away.
+    group.counter_reader.wait()
+    group.counter_reader.latest()
+    group.counter_reader.wait()
+    if group.growth is not None:
+        group.growth.resume(group.counter_reader)
 
 
 def _bucket_of(ids: torch.Tensor, num_buckets: int) -> torch.Tensor:
