@@ -8,8 +8,14 @@ from typing import Any
 
 from dynamicemb.checkpoint.io import FileSystem
 
-# Whether names and whether data survive a crash that were not synced.
-IMAGES = {"all of it": (True, True), "only what was synced": (False, False), "names without data": (True, False)}
+# Which names and whether data survive a crash that were not synced. "below" is all but those in a folder of the root,
+# where dumps are: what happened inside a dump survives, and who has which name does not.
+IMAGES: dict[str, tuple[bool | str, bool]] = {
+    "all of it": (True, True),
+    "only what was synced": (False, False),
+    "names without data": (True, False),
+    "names below": ("below", True),
+}
 
 
 class Killed(BaseException):
@@ -49,19 +55,21 @@ class MemoryDisk(FileSystem):
         self.fail: Callable[[int, str], None] = lambda number, name: None
         self.dead = False
 
-    def image(self, names: bool, data: bool) -> "MemoryDisk":
-        """Return the disk after a crash."""
+    def image(self, names: bool | str, data: bool) -> "MemoryDisk":
+        """Return the disk after a crash, see IMAGES."""
 
-        def copy(node: Node) -> Node:
+        def copy(node: Node, depth: int) -> Node:
             if isinstance(node, File):
                 return File(bytes(node.data) if data else node.synced)
             folder = Folder()
-            folder.entries = {name: copy(child) for name, child in (node.entries if names else node.synced).items()}
+            survive = depth != 1 if names == "below" else names
+            children = node.entries if survive else node.synced
+            folder.entries = {name: copy(child, depth + 1) for name, child in children.items()}
             folder.synced = dict(folder.entries)
             return folder
 
         disk = MemoryDisk(self.can_exchange)
-        root = copy(self.root)
+        root = copy(self.root, 0)
         assert isinstance(root, Folder)
         disk.root = root
         return disk

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoints import Records, records, shift_between, without_scores
-from tests.ranks import RankPool, ranks  # noqa: F401
+from tests.ranks import RankError, RankPool, ranks  # noqa: F401
 from tests.sharded_model import Case, Table, build, dynamic_modules, loss_of, make_batch, make_kjt, outputs_of
 
 pytestmark = pytest.mark.distributed
@@ -278,3 +280,49 @@ def test_c21_a_part_of_the_ranks_dumps_without_the_others(ranks: RankPool, tmp_p
     assert ranks.run(3, sub_group, str(tmp_path / "dump")) == [True] * 3
     files = {path.name for path in (tmp_path / "dump" / "model").glob("*emb_keys*")}
     assert files == {"a_emb_keys.rank_0.world_size_2", "a_emb_keys.rank_1.world_size_2"}
+
+
+def die_in_dump(rank: int, world_size: int, path: str, guilty: int, number: int) -> int:
+    """Dump; the guilty rank is killed before one of its operations. Returns how many it had."""
+    from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
+    from dynamicemb.checkpoint.ranks import Ranks
+    from dynamicemb.checkpoint.sources import tables_of_model
+    from tests.failing_disk import FailingDisk
+
+    class DeadlyDisk(FailingDisk):
+        def _count(self, name: str) -> None:
+            self.count += 1
+            if rank == guilty and self.count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    case = case_for("roundrobin")
+    model = make(case, world_size)
+    steps(model, case, rank, range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        disk = DeadlyDisk(-1, 0)
+        request = DumpRequest(path, optim=True, allow_overwrite=True)
+        dump_tables(request, tables_of_model(model, None), Ranks(), disk)
+    return disk.count
+
+
+@pytest.mark.slow
+def test_c21_a_rank_killed_during_a_dump_leaves_the_one_before(tmp_path: Path) -> None:
+    guilty = 1
+    path = str(tmp_path / "dump")
+    case = case_for("roundrobin")
+    pool = RankPool()
+    try:
+        before = joined(pool.run(2, train_and_dump, case, path))
+        total = pool.run(2, die_in_dump, str(tmp_path / "other"), guilty, -1)[guilty]
+        # In the middle of its files.
+        begin = time.monotonic()
+        with pytest.raises(RankError, match="process died"):
+            pool.run(2, die_in_dump, path, guilty, total // 2)
+        assert time.monotonic() - begin < 30
+        after = joined(pool.run(2, load_and_dump, case, path, None))
+        assert {n: without_scores(r) for n, r in after.items()} == {n: without_scores(r) for n, r in before.items()}
+        pool.run(2, die_in_dump, path, guilty, -1)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "other"]
+    finally:
+        pool.close()
