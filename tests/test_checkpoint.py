@@ -19,6 +19,7 @@ from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.layout import fmix64, locate
 from tests.checkpoints import Records, load_quietly, records, shift_between, train, trained, without_scores
 from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options
+from tests.tables import device_of, use_backend
 from tests.test_layers import FILE_CALLS, FILE_MODULES, ROOT, dotted, imported_modules
 
 TIMESTAMP, STEP, CUSTOMIZED, LFU, _ = DynamicEmbScoreStrategy
@@ -444,3 +445,31 @@ def test_only_one_file_of_the_layer_touches_the_operating_system(path: Path) -> 
     calls = {dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     touches = bool(modules & (FILE_MODULES | {"glob", "ctypes"}) or calls & (FILE_CALLS | {"np.fromfile"}))
     assert touches == (path.name == "io.py")
+
+
+def module_on(backend: str, **more: Any) -> BatchedDynamicEmbeddingTablesV2:
+    tables = [options(capacity=64, score_strategy=(LFU, TIMESTAMP), **more)]
+    module = make_module(tables, optimizer="adam", device=device_of(backend))
+    use_backend(module.tables, backend)
+    return module
+
+
+def test_c23_every_backend_loads_what_every_other_wrote(backend: str, tmp_path: Path) -> None:
+    written = {}
+    for name in dict.fromkeys((backend, "cpu")):
+        module = module_on(name)
+        device = device_of(name)
+        for ids in ([1, 2, -3, 2**63 - 1], [2, 2, 9, -(2**63)]):
+            out = module(torch.tensor(ids, device=device), torch.arange(5, device=device))
+            out.sum().backward()
+        module.dump(tmp_path / f"from {name}", optim=True)
+        written[name] = records(module, "a")
+        assert len(written[name]) == 6
+    for writer, reader in ((backend, "cpu"), ("cpu", backend)):
+        copy = module_on(reader, init_capacity=16, max_load_factor=0.25)
+        copy.load(tmp_path / f"from {writer}", optim=True)
+        assert_equal_but_for_time(written[writer], records(copy, "a"), "LFU+TIMESTAMP")
+        assert copy.tables.capacities == [32]
+        copy.tables.check_invariants()
+    rows, _ = copy.incremental_dump({"a": 0})
+    assert set(rows["a"][0].tolist()) == set(written["cpu"])
