@@ -417,6 +417,25 @@ def test_c25_repeated_ids_or_ids_out_of_order_in_our_dump_are_damage(
         refuses(two_tables, dumped, path.name)
 
 
+def test_c22_a_collection_is_checked_by_the_manifest_above_it(
+    dumped: Path, two_tables: BatchedDynamicEmbeddingTablesV2
+) -> None:
+    path = dumped / "manifest.json"
+    data = path.read_bytes()
+    two_tables.load(dumped / "model", optim=True)
+    before = everything(two_tables)
+    for bit in (3, 40, len(data) * 4):
+        flip(path, bit)
+        with pytest.raises(CheckpointCorruptError, match=r"manifest\.json"):
+            two_tables.load(dumped / "model", optim=True)
+        path.write_bytes(data)
+    assert everything(two_tables) == before
+    # The manifest of another program says nothing about our files.
+    path.write_text('{"name": "my app"}')
+    with pytest.warns(UserWarning, match="only the sizes"):
+        two_tables.load(dumped / "model", optim=True)
+
+
 # The real disk
 
 

@@ -197,6 +197,12 @@ def test_c24_a_missing_manifest_is_warned_about() -> None:
         (lambda f: (f / "users_emb_scores.rank_0.world_size_2").unlink(), "users_emb_scores.rank_0"),
         (lambda f: (f / "users_emb_keys.rank_0.world_size_1").touch(), r"files of \[1, 2\]"),
         (lambda f: (f / "users_emb_keys.rank_0.world_size_2").write_bytes(b"123"), "users_emb_"),
+        (
+            lambda f: [
+                p.rename(p.with_name(p.name.replace("size_2", "size_99999999999"))) for p in f.glob("users_emb*")
+            ],
+            "users_emb_keys.rank_2.world_size_99999999999",
+        ),
         (lambda f: (f / "users_opt_args.json").write_text("[]"), "users_opt_args.json"),
         (lambda f: (f / "users_opt_args.json").write_text("{"), "users_opt_args.json"),
     ],
@@ -257,3 +263,15 @@ def test_c25_missing_state_of_a_foreign_dump_starts_at_the_initial_value(tmp_pat
     with pytest.warns(UserWarning, match="no optimizer state.*initial state"):
         load_quietly(module, folder, optim=True)
     assert {state for _, state, _ in records(module, "users").values()} == {np.float32(0.1).tobytes()}
+
+
+def test_c03_an_empty_foreign_dump_loads(tmp_path: Path) -> None:
+    pair = (DynamicEmbScoreStrategy.LFU, DynamicEmbScoreStrategy.TIMESTAMP)
+    for strategy in (DynamicEmbScoreStrategy.LFU, pair):
+        tables = [DynamicEmbTableOptions(dim=4, max_capacity=64, score_strategy=strategy)]
+        module = BatchedDynamicEmbeddingTablesV2(tables, ["a"], device="cpu")
+        module.dump(tmp_path / "d", optim=True, allow_overwrite=True)
+        (tmp_path / "d" / "manifest.json").unlink()
+        module(torch.tensor([1]), torch.tensor([0, 1])).sum().backward()
+        load_quietly(module, tmp_path / "d", optim=True)
+        assert records(module, "a") == {}

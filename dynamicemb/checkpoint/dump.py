@@ -26,7 +26,7 @@ from dynamicemb.checkpoint.format import (
     inside,
     meta_file,
     rank_file,
-)  # fmt: skip
+)
 from dynamicemb.checkpoint.increment import Chain, open_chain
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string, join
 from dynamicemb.checkpoint.ranks import Ranks

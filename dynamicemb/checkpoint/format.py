@@ -215,6 +215,11 @@ class Manifest:
         body = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
         return b'{"crc32": "%08x",\n"manifest": %s}\n' % (zlib.crc32(body), body)
 
+    @staticmethod
+    def is_one(data: bytes) -> bool:
+        """Return whether these are the contents of a manifest of ours, perhaps with a damaged spot."""
+        return data.startswith(b'{"crc32": "') or b'"dump_id": "' in data
+
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Manifest":
         """Read the contents of a manifest file.

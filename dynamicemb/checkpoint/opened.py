@@ -22,7 +22,7 @@ from dynamicemb.checkpoint.format import (
     meta_file,
     parse_rank_file,
     rank_file,
-)  # fmt: skip
+)
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.target import Target
@@ -153,7 +153,11 @@ def open_dump(path: str, disk: FileSystem) -> OpenedDump:
         root = previous
     for candidate, folder in ((root, ""), (parent_of(root), base_name(root))):
         if disk.size(join(candidate, MANIFEST)) >= 0:
-            manifest = _read_manifest(join(candidate, MANIFEST), disk)
+            path_of_it = join(candidate, MANIFEST)
+            data = read_file(path_of_it, disk)
+            if folder and not Manifest.is_one(data):
+                continue
+            manifest = Manifest.from_bytes(data, path_of_it)
             if folder and folder not in manifest.collections:
                 continue
             _check_listing(candidate, manifest, disk)
@@ -246,10 +250,6 @@ def check_crc(path: str, entry: FileEntry, disk: FileSystem) -> None:
         raise CheckpointCorruptError(path, f"CRC {entry.crc32:08x}", f"{crc:08x}")
 
 
-def _read_manifest(path: str, disk: FileSystem) -> Manifest:
-    return Manifest.from_bytes(read_file(path, disk), path)
-
-
 def _check_listing(root: str, manifest: Manifest, disk: FileSystem) -> None:
     """Compare the names and sizes of all files of our format with the manifest."""
     there = set()
@@ -273,14 +273,22 @@ def _foreign(folder: str, table: Table, disk: FileSystem) -> Stored:
         path = join(folder, rank_file(table.name, KEYS, 0, world_sizes[-1]))
         raise CheckpointCorruptError(path, "files of one world size", f"files of {world_sizes}")
     world_size = world_sizes[0]
+    written = {file.rank for file in files if file.item == KEYS}
+    if len(written) != world_size:
+        rank = next(rank for rank in range(world_size) if rank not in written)
+        raise CheckpointCorruptError(join(folder, rank_file(table.name, KEYS, rank, world_size)), "a file", "nothing")
     if any(file.item == TOMBSTONES for file in files):
         path = join(folder, rank_file(table.name, TOMBSTONES, 0, world_size))
         raise CheckpointCorruptError(path, f"a {MANIFEST} beside an increment", "none")
     meta = read_json(join(folder, meta_file(table.name)), disk)
     widths = {KEYS: 8, VALUES: table.dim * 4, SCORES: 8, OPT_VALUES: _state_bytes(meta, table)}
-    sizes = {item: [disk.size(join(folder, rank_file(table.name, item, r, world_size))) for r in range(world_size)]
-             for item in widths}  # fmt: skip
+    sizes = {
+        item: [disk.size(join(folder, rank_file(table.name, item, rank, world_size))) for rank in range(world_size)]
+        for item in widths
+    }
     counts = [size // 8 for size in sizes[KEYS]]
+    if not any(counts):
+        widths[SCORES] = 8 * len(table.strategy_names)
     if any(count > 0 and size == count * 16 for count, size in zip(counts, sizes[SCORES], strict=True)):
         widths[SCORES] = 16
     for item, width in widths.items():
