@@ -156,8 +156,6 @@ class Target:
         if self._disk.entries(folder) is None:
             return
         files, folders = self._files_to_remove(folder)
-        # The manifest goes first: what is left never looks complete.
-        files.sort(key=lambda path: base_name(path) != MANIFEST)
         for path in files:
             self._disk.remove_file(path)
         for path in folders:
