@@ -222,7 +222,10 @@ def test_c23_batches_that_come_later_displace_weaker_ids(monkeypatch: pytest.Mon
     small.tables.check_invariants()
 
 
-def test_c19_a_table_that_may_grow_does_so_once_for_a_load(tmp_path: Path) -> None:
+def test_c19_a_table_that_may_grow_does_so_in_a_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dynamicemb.checkpoint import read
+
+    monkeypatch.setattr(read, "BATCH_SIZE_PER_DUMP", 30)
     module = make_module([options(capacity=512)], optimizer="adam")
     module(*bag_per_id(range(-100, 100))).sum().backward()
     module.dump(tmp_path / "d", optim=True)

@@ -144,6 +144,19 @@ def test_c26_into_a_smaller_table_go_the_highest_scores_of_the_whole_chain(tmp_p
     assert records(module, "a") == records(big, "a") and len(records(big, "a")) == 16
 
 
+def test_c19_a_table_grows_for_the_end_of_a_chain_not_for_its_length(tmp_path: Path) -> None:
+    module = module_of(capacity=1024, bucket_capacity=128)
+    chain = []
+    for number in range(6):
+        module(*bag_per_id(range(100 + number))).sum().backward()
+        chain.append(tmp_path / str(number))
+        module.dump(chain[-1], optim=True, base=chain[:-1] or None)
+    copy = module_of(capacity=1024, bucket_capacity=128, init_capacity=128, max_load_factor=0.5)
+    copy.load(chain, optim=True)
+    assert_same_tables(records(module, "a"), records(copy, "a"))
+    assert copy.tables.capacities == [256]
+
+
 def test_c26_rows_that_a_load_brought_need_a_full_dump(tmp_path: Path) -> None:
     module = module_of()
     train(module, 0)

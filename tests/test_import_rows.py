@@ -73,7 +73,7 @@ def test_c08_replaced_ids_are_gone_and_kept_ones_stay(backend: str, tensors_on_d
     assert {i: score for i, (_, score) in held(group, 0).items()} == {1: (2,), 2: (5,), 3: (7,)}
     assert held(group, 0)[3][0] == [8.0, 9.0, 10.0, 11.0] and importer.num_repeated == 2
     assert group.epoch > epoch
-    with RowImport(group, 0, False, 3, 0.0) as importer:
+    with RowImport(group, 0, False, 1, 0.0) as importer:
         importer.add(ids[:1], rows[:1], None, [scores[:1]])
     assert held(group, 0).keys() == {2}
     clear(group, 0)

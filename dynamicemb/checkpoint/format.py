@@ -128,7 +128,8 @@ class TableEntry:
         seed: of initial values, low 64 bits.
         updates: optimizer applications so far.
         has_counter: whether there are counter files.
-        counts: rows.
+        counts: rows in the files.
+        sizes: ids in the table; an increment has fewer rows.
         num_buckets: buckets; rows are in the order of their buckets.
         capacities: rows at most.
         num_counters: entries of the counter files.
@@ -146,6 +147,7 @@ class TableEntry:
     updates: int
     has_counter: bool
     counts: list[int]
+    sizes: list[int]
     num_buckets: list[int]
     capacities: list[int]
     num_counters: list[int]
@@ -260,7 +262,14 @@ class Manifest:
                 raise ValueError(f"folder {folder!r}")
             for name, table in tables.items():
                 check_table_name(name)
-                lists = (table.counts, table.num_buckets, table.capacities, table.num_counters, table.num_tombstones)
+                lists = (
+                    table.counts,
+                    table.sizes,
+                    table.num_buckets,
+                    table.capacities,
+                    table.num_counters,
+                    table.num_tombstones,
+                )
                 if any(len(values) != self.world_size or min(values) < 0 for values in lists):
                     raise ValueError(f"table {name!r} has {[len(v) for v in lists]} numbers of {self.world_size} ranks")
         expected = self.expected_files()

@@ -176,7 +176,7 @@ def _import(
     with tqdm(total=total, desc="load", unit=" rows", disable=None if ranks.rank == 0 else True) as progress:
         for t, (table, parts) in enumerate(zip(tables, stored, strict=True)):
             num_rows = 0
-            expected = verified.num_owned[t][ranks.rank]
+            expected = _num_expected(parts, verified.num_owned[t], ranks.rank)
             initial = initial_state(table, parts[-1], request.optim)
             with RowImport(table.group, table.index, request.merge, expected, initial) as importer:
                 # Newest first: an id is what the last increment says that names it.
@@ -194,6 +194,14 @@ def _import(
                     superseded = np.unique(np.concatenate(newer))
             reports.append(TableReport(num_rows, importer.num_lost, importer.num_repeated))
     return reports
+
+
+def _num_expected(parts: list[Stored], num_owned: list[int], rank: int) -> int:
+    """Return about how many ids a rank will own at the end of a chain, exactly for a full dump."""
+    last = parts[-1].entry
+    if len(parts) == 1 or last is None:
+        return num_owned[rank]
+    return sum(last.sizes) * num_owned[rank] // max(1, sum(num_owned))
 
 
 def _report(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:

@@ -8,7 +8,7 @@ import torch
 
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.growth import make_room
+from dynamicemb.table.growth import grow
 from dynamicemb.table.index import ERASED, EVICTED, HITS, MISSES, NOW, UPDATES
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED, FIRST_DIGEST
@@ -54,7 +54,7 @@ class RowImport:
             group: the tables.
             table: which table.
             keep: whether ids that are there already stay.
-            num_ids: how many ids will come, for the table to grow once.
+            num_ids: about how many ids will come, for the table to grow before ids lose their places to others.
             initial_state: optimizer state of rows that come without.
         """
         self.num_lost = 0
@@ -74,18 +74,11 @@ class RowImport:
             group.marks.pop(self._table, None)
             if not self._keep:
                 clear(group, self._table)
-            self._make_room()
+            self._grow()
             # Erased slots of a group without any step would pass for protected.
             self._step = group.begin_step(training=False)
-            index = group.index
-            # With slots in the place of rows, a find tells slots.
-            slots = torch.arange(index.num_slots, dtype=torch.int32, device=group.device)
-            self._slot_index = replace(index, rows=slots)
-            self._begin, end = index.bucket_offsets[self._table : self._table + 2].tolist()
-            self._num_buckets = end - self._begin
-            digests = index.digests.view(-1, index.bucket_capacity)[self._begin : end]
-            self._loads = (digests >= FIRST_DIGEST).sum(1)
-            self._counts = index.counters[self._table, [HITS, MISSES]].clone()
+            self._look()
+            self._counts = group.index.counters[self._table, [HITS, MISSES]].clone()
         except BaseException:
             group.lock.release()
             raise
@@ -103,20 +96,41 @@ class RowImport:
             del self._slot_index
             group.lock.release()
 
-    def _make_room(self) -> None:
+    def _look(self) -> None:
+        """Take in where the table's slots are and how full its buckets."""
+        group, index = self._group, self._group.index
+        # With slots in the place of rows, a find tells slots.
+        slots = torch.arange(index.num_slots, dtype=torch.int32, device=group.device)
+        self._slot_index = replace(index, rows=slots, clock=index.clock.clone())
+        self._begin, end = index.bucket_offsets[self._table : self._table + 2].tolist()
+        self._num_buckets = end - self._begin
+        digests = index.digests.view(-1, index.bucket_capacity)[self._begin : end]
+        self._loads = (digests >= FIRST_DIGEST).sum(1)
+
+    def _grow(self) -> None:
+        """Let the table grow for all ids that will come, if it may."""
+        group, t = self._group, self._table
+        if group.growth is None:
+            return
+        factor = group.growth.factor(t, group.capacities[t], group.size(t) + self._num_ids)
+        if factor > 1:
+            try:
+                grow(group.index, group.store, group.kernels, t, factor)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                group.growth.stop(t, group.capacities[t], error)
+            else:
+                group.capacities[t] *= factor
+
+    def _make_room(self, ids: torch.Tensor) -> None:
+        """Let the table grow for a batch, if it may and more came than was said."""
         group = self._group
         if group.growth is None:
             return
-        numbers = [self._num_ids if t == self._table else 0 for t in range(len(group.names))]
-        make_room(
-            group.growth,
-            group.index,
-            group.store,
-            group.kernels,
-            group.capacities,
-            self._num_ids,
-            lambda tables: [numbers[t] for t in tables],
-        )
+        _read_counters(group)
+        before = group.index.num_slots
+        group._make_room(ids, lambda: group._ranges_of(self._table, ids.numel()))
+        if group.index.num_slots != before:
+            self._look()
 
     def add(
         self, ids: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None, scores: list[torch.Tensor]
@@ -133,6 +147,7 @@ class RowImport:
         last = _last_of_each(ids)
         self.num_repeated += ids.numel() - last.numel()
         rows = rows.at(last)
+        self._make_room(rows.ids)
         slots = self._find(rows.ids)
         self.num_repeated += int((slots >= 0).sum())
         missing = (slots < 0).nonzero().flatten()
