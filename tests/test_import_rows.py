@@ -97,3 +97,15 @@ def test_c14_an_outstanding_step_refuses_an_import(backend: str, tensors_on_devi
         pass
     assert group.lock.acquire(blocking=False)
     group.lock.release()
+
+
+def test_c07_imported_ids_may_be_evicted_at_once(backend: str, tensors_on_device: None) -> None:
+    group = make_group(backend, [16], strategy=SCORE_LFU, protect_steps=5)
+    ids = torch.arange(16)
+    with RowImport(group, 0, False, 16, 0.0) as importer:
+        importer.add(ids, rows_of(ids), None, [ids + 1])
+    step = group.begin_step()
+    rows, _ = group.find_or_insert(torch.tensor([100]), ranges(1))
+    step.finish()
+    assert bool((rows >= 0).all())
+    assert held(group, 0).keys() == {100, *range(1, 16)}
