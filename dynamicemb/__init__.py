@@ -27,8 +27,7 @@ from dynamicemb.dynamicemb_config import (
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError, InsertFailedError, UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerArgs
 from dynamicemb.types import AdmissionStrategy, Counter, DynamicEmbInitializerArgs, DynamicEmbInitializerMode
-
-__version__ = "0.1.0"
+from dynamicemb.version import __version__ as __version__
 
 __all__ = [
     "BATCH_SIZE_PER_DUMP",
@@ -39,10 +38,12 @@ __all__ = [
     "CheckpointCorruptError",
     "Counter",
     "DynamicEmbCheckMode",
+    "DynamicEmbDump",
     "DynamicEmbError",
     "DynamicEmbEvictStrategy",
     "DynamicEmbInitializerArgs",
     "DynamicEmbInitializerMode",
+    "DynamicEmbLoad",
     "DynamicEmbPoolingMode",
     "DynamicEmbScoreStrategy",
     "DynamicEmbTableOptions",
@@ -69,4 +70,9 @@ def __getattr__(name: str) -> Any:
     # Looking EmbOptimType up imports fbgemm_gpu, which takes seconds.
     if name == "EmbOptimType":
         return _optimizer.EmbOptimType
+    # These bring the kernels along.
+    if name in ("DynamicEmbDump", "DynamicEmbLoad"):
+        from dynamicemb import dump_load
+
+        return getattr(dump_load, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,15 @@
-"""Documented import path of the module."""
+"""Documented import path of the module, and of the names of its files."""
 
-from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.checkpoint.format import (
+    encode_checkpoint_file_path,
+    encode_counter_checkpoint_file_path,
+    encode_meta_json_file_path,
+)
+from dynamicemb.checkpoint.module import BatchedDynamicEmbeddingTablesV2
 
-__all__ = ["BatchedDynamicEmbeddingTablesV2"]
+__all__ = [
+    "BatchedDynamicEmbeddingTablesV2",
+    "encode_checkpoint_file_path",
+    "encode_counter_checkpoint_file_path",
+    "encode_meta_json_file_path",
+]

@@ -11,8 +11,8 @@ from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.admission import counts_occurrences
+from dynamicemb.checkpoint.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
-from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.sharding.check_params import check_names
 from dynamicemb.sharding.constraints import OPTIONS_PARAM, DynamicEmbParameterSharding
 from dynamicemb.sharding.dedup import unpack_counts

@@ -50,6 +50,11 @@ class WithDynamicTables:
             if isinstance(kernel, DynamicKernel)
         ]
 
+    @property
+    def dynamic_table_sizes(self) -> dict[str, int]:
+        """How many rows each table has over all ranks, which dump and load need for ``continuous`` routing."""
+        return {config.name: config.num_embeddings for config in getattr(self, self.CONFIGS)}
+
     def dynamic_table_names(self) -> list[str]:
         """Return the names of the dynamic tables."""
         return [name for name, plan in self.module_sharding_plan.items() if is_dynamic(plan)]
@@ -167,7 +172,7 @@ class WithDynamicTables:
         if found and self.__dict__.get("_is_built"):
             warnings.warn(
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows stay as they are; "
-                "import dense rows with insert() of dynamic_embedding_modules",
+                "load a dump with DynamicEmbLoad, or import dense rows with insert() of dynamic_embedding_modules",
                 UserWarning,
                 stacklevel=4,
             )
@@ -179,7 +184,7 @@ class WithDynamicTables:
             self.__dict__["_warned_about_state_dict"] = True
             warnings.warn(
                 f"state_dict() holds no rows of dynamic tables {names}; "
-                "read them with export_keys_values() of dynamic_embedding_modules",
+                "write them with DynamicEmbDump and read them back with DynamicEmbLoad",
                 UserWarning,
                 stacklevel=4,
             )

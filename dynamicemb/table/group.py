@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
+from dynamicemb.table.touched import Mark
 
 # Erased slots lengthen probes; a table is rebuilt when they exceed this share.
 _REBUILD_SHARE = 4
@@ -103,6 +104,10 @@ class TableGroup:
         self.options = options
         self.device = device
         self.initializers = initializers
+        # A load changes those of the tables it fills.
+        self.seeds = [options.seed] * len(names)
+        # Per table, the dump that increments may continue; see ``table/touched.py``.
+        self.marks: dict[int, Mark] = {}
         self.store = RowStore(capacities, formats, options.dtype, device, most)
         self.index = Index.create(
             [c // options.bucket_capacity for c in capacities],
@@ -434,6 +439,11 @@ class TableGroup:
             # The system's clock may be set back; the next step is at ``now`` or later all the same.
             self.index.clock[[NOW, SEEN]] = now - 1
         return now
+
+    def set_state_value(self, value: float) -> None:
+        """Start the optimizer state of ids to come at ``value``."""
+        self.options = replace(self.options, state_value=value)
+        self._newcomers.state_values.fill_(value)
 
     # Reports
 

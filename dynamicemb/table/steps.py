@@ -71,6 +71,14 @@ class StepTracker:
         """Steps begun and not finished."""
         return len(self._outstanding)
 
+    def outstanding(self) -> list[int]:
+        """Return the numbers of the steps begun and not finished."""
+        return sorted(self._outstanding)
+
+    def tag_of(self, number: int) -> int:
+        """Return the tag that a step's ids have in the index; at most 0 once it was rebased away."""
+        return number - self._base
+
     def lag(self) -> int:
         """Return how many steps before the current one the oldest protected step is."""
         return self.current - self.oldest()

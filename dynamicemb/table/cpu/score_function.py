@@ -71,3 +71,16 @@ def rank(address, timestamp, frequency, now):
     if magnitude > 0x7FF0000000000000:
         return -0x8000000000000000
     return bits if bits >= 0 else -magnitude
+
+
+def ranks_of(source: str, stamps: np.ndarray, counts: np.ndarray, now: int) -> np.ndarray:
+    """Return what evictions compare, i64 ``[M]``, for stamps and frequencies i64 ``[M]`` at a time."""
+    ranks = np.empty(counts.size, np.int64)
+    _rank_kernel(compile_score(source).address, stamps, counts, now, ranks)
+    return ranks
+
+
+@njit(cache=True, nogil=True)
+def _rank_kernel(address, stamps, counts, now, ranks):
+    for i in range(ranks.size):
+        ranks[i] = rank(address, stamps[i], counts[i], now)

@@ -1,0 +1,1 @@
+"""Dumps of tables: the format, writing, verified loading, increments."""

@@ -1,0 +1,225 @@
+"""Read tables back: check everything, then fill the tables, whatever the ranks and the routing were."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+from tqdm import tqdm
+
+from dynamicemb.checkpoint.format import inside
+from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
+from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.read import Conversion, rows_of_rank, tombstones_of_rank
+from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
+from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.verify import Verified, verify
+from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.import_rows import RowImport, check_importable, clear
+from dynamicemb.table.touched import Mark, next_change
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """What a load did to one table, over all ranks.
+
+    Attributes:
+        num_rows: rows read for it.
+        num_lost: ids that found no place, or lost it: the table is smaller, or its buckets are others.
+        num_repeated: ids that came more than once (or, with ``merge``, were there already); the last one counts.
+    """
+
+    num_rows: int
+    num_lost: int
+    num_repeated: int
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What to load; see ``DynamicEmbLoad``."""
+
+    paths: tuple[str, ...]
+    optim: bool = False
+    counter: bool = False
+    merge: bool = False
+    fresh_scores: bool = False
+    # Whether tables of the dump that nobody asked for are worth a warning.
+    all_tables: bool = True
+
+
+def DynamicEmbLoad(
+    path: AnyPath | Sequence[AnyPath],
+    model: nn.Module,
+    table_names: Mapping[str, list[str]] | None = None,
+    optim: bool = False,
+    counter: bool = False,
+    pg: Any = None,
+    merge: bool = False,
+    fresh_scores: bool = False,
+) -> dict[str, dict[str, TableReport]]:
+    """Fill the dynamic tables of a model from a dump; a collective on the ranks of ``pg``.
+
+    Every file is checked before a table is touched. Ranks, routing, device and capacity may be others than those of the
+    writer; where not all ids find a place, those with the highest scores do.
+
+    Args:
+        path: folder of a dump of this package or of the reference implementation; or a list, a full dump and then its
+            increments in order.
+        model: the model; its collections must have the paths that they had.
+        table_names: tables to load, per collection path; all of a collection that is not named.
+        optim: whether to load optimizer state, step counts and the optimizer's numbers, also the learning rate.
+            Without, rows start with the optimizer's initial state.
+        counter: whether to load admission counters.
+        pg: the ranks over which the tables are sharded; None is all.
+        merge: keep the other ids of the tables, instead of replacing their contents.
+        fresh_scores: ignore the scores of the dump, which may then have been those of another strategy: all ids get the
+            score of the present.
+
+    Returns:
+        Per collection and table, what happened.
+
+    Raises:
+        CheckpointCorruptError: a file is damaged, missing or too many; the tables are as they were.
+        DynamicEmbError: a table is not in the dump, or a forward's backward has not run.
+        FileNotFoundError: there is no dump.
+        OSError: the disk failed. If it did after all files were checked, the named tables are empty.
+        ValueError: the dump does not fit the tables: dim, score strategy, optimizer.
+    """
+    paths = (path,) if not isinstance(path, list | tuple) else tuple(path)
+    all_tables = table_names is None
+    ranks = Ranks(pg)
+    request = LoadRequest(tuple(map(as_string, paths)), optim, counter, merge, fresh_scores, all_tables)
+    tables = ranks.each(lambda: tables_of_model(model, table_names))
+    return load_tables(request, tables, ranks)
+
+
+def load_tables(
+    request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK
+) -> dict[str, dict[str, TableReport]]:
+    """Load tables, in the same order on all ranks."""
+    if not any(ranks.gather(bool(tables))):
+        return {}
+    dumps = ranks.each(lambda: _open(request, tables, ranks, disk))
+    stored = ranks.each(lambda: [[dump.stored(table, disk) for dump in dumps] for table in tables])
+    ranks.each(lambda: _check(request, tables, stored, ranks))
+    parts = ranks.together(lambda: verify(tables, stored, ranks, disk))
+    verified = Verified.joined(parts)
+    now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
+    conversion = Conversion(now, request.optim, request.fresh_scores, verified.newest)
+    try:
+        reports = ranks.together(lambda: _import(request, tables, stored, verified, conversion, ranks, disk))
+        ranks.each(lambda: adopt_settings(tables, [parts[-1] for parts in stored], request.optim, request.merge, now))
+    except BaseException:
+        for table in tables:
+            clear(table.group, table.index)
+        raise
+    _mark(request, tables, stored, dumps[-1], now)
+    return _report(tables, reports, ranks)
+
+
+def _mark(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], last: OpenedDump, now: int) -> None:
+    """Let increments continue the dump where the tables now agree with it."""
+    if last.manifest is None or request.merge or request.fresh_scores:
+        return
+    for table, parts in zip(tables, stored, strict=True):
+        if request.optim or parts[-1].num_state <= 0:
+            first_step = next_change(table.group.steps)
+            mark = Mark(last.manifest.dump_id, first_step, now - last.manifest.clock)
+            table.group.marks[table.index] = mark
+
+
+def _open(request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem) -> list[OpenedDump]:
+    dumps = [open_dump(path, disk) for path in request.paths]
+    if not dumps:
+        raise ValueError("path: the list of dumps is empty")
+    check_chain(dumps)
+    if request.all_tables and ranks.rank == 0:
+        wanted = {(table.folder or dumps[-1].folder, table.name) for table in tables}
+        others = sorted(dumps[-1].stored_table_names(disk) - wanted)
+        if others:
+            warnings.warn(
+                f"dump {dumps[-1].path!r} also holds {[inside(*o) for o in others]}, which the model does not have",
+                UserWarning,
+                stacklevel=5,
+            )
+    return dumps
+
+
+def _check(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], ranks: Ranks) -> None:
+    for kind, descriptions in (("tables", ranks.gather(describe(tables))), ("options", ranks.gather(request))):
+        if any(description != descriptions[0] for description in descriptions):
+            raise DynamicEmbError(f"the ranks disagree about the {kind} to load: {descriptions}")
+    for table, parts in zip(tables, stored, strict=True):
+        check_routing_known(table, ranks.world_size)
+        check_importable(table.group)
+        for part in parts:
+            check_compatible(table, part, request.optim, request.fresh_scores, ranks.rank == 0)
+    if request.counter and ranks.rank == 0:
+        warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=5)
+
+
+def _import(
+    request: LoadRequest,
+    tables: list[Table],
+    stored: list[list[Stored]],
+    verified: Verified,
+    conversion: Conversion,
+    ranks: Ranks,
+    disk: FileSystem,
+) -> list[TableReport]:
+    """Fill this rank's part of the tables."""
+    reports = []
+    total = sum(verified.num_owned[t][ranks.rank] for t in range(len(tables)))
+    with tqdm(total=total, desc="load", unit=" rows", disable=None if ranks.rank == 0 else True) as progress:
+        for t, (table, parts) in enumerate(zip(tables, stored, strict=True)):
+            num_rows = 0
+            expected = _num_expected(parts, verified.num_owned[t], ranks.rank)
+            initial = initial_state(table, parts[-1], request.optim)
+            with RowImport(table.group, table.index, request.merge, expected, initial) as importer:
+                # Newest first: an id is what the last increment says that names it.
+                superseded = np.empty(0, np.int64)
+                for part in reversed(parts):
+                    newer = [superseded]
+                    for batch in rows_of_rank(table, part, conversion.of(table, part, parts[-1]), ranks, disk):
+                        if part is not parts[0]:
+                            newer.append(batch.ids.numpy())
+                        batch = batch.without(superseded)
+                        importer.add(*batch.on(table.group.device))
+                        num_rows += batch.ids.numel()
+                        progress.update(batch.ids.numel())
+                    newer += tombstones_of_rank(table, part, ranks, disk)
+                    superseded = np.unique(np.concatenate(newer))
+            reports.append(TableReport(num_rows, importer.num_lost, importer.num_repeated))
+    return reports
+
+
+def _num_expected(parts: list[Stored], num_owned: list[int], rank: int) -> int:
+    """Return about how many ids a rank will own at the end of a chain, exactly for a full dump."""
+    last = parts[-1].entry
+    if len(parts) == 1 or last is None:
+        return num_owned[rank]
+    return sum(last.sizes) * num_owned[rank] // max(1, sum(num_owned))
+
+
+def _report(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:
+    """Add up what the ranks did, and warn about losses."""
+    result: dict[str, dict[str, TableReport]] = {}
+    for t, table in enumerate(tables):
+        parts = [of_rank[t] for of_rank in reports]
+        report = TableReport(
+            sum(part.num_rows for part in parts),
+            sum(part.num_lost for part in parts),
+            sum(part.num_repeated for part in parts),
+        )
+        result.setdefault(table.folder, {})[table.name] = report
+        if report.num_lost and ranks.rank == 0:
+            warnings.warn(
+                f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
+                "the lowest scores; raise max_capacity to keep them",
+                UserWarning,
+                stacklevel=4,
+            )
+    return result

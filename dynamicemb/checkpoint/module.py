@@ -1,0 +1,68 @@
+"""The module of dynamic tables with its files: dump and load of one module, without a model around it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dynamicemb.checkpoint.dump import DumpRequest, as_chain, dump_tables
+from dynamicemb.checkpoint.incremental import incremental_dump
+from dynamicemb.checkpoint.io import AnyPath, as_string
+from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.sources import tables_of_modules
+from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2 as _Module
+
+
+class BatchedDynamicEmbeddingTablesV2(_Module):  # noqa: D101
+    __doc__ = _Module.__doc__
+
+    def dump(
+        self,
+        save_dir: AnyPath,
+        optim: bool = False,
+        counter: bool = False,
+        table_names: Iterable[str] | None = None,
+        pg: Any = None,
+        allow_overwrite: bool = False,
+        base: AnyPath | Sequence[AnyPath] | None = None,
+    ) -> None:
+        """Write the tables of this module into a folder, whose files then have no sub-folder.
+
+        Arguments and errors are those of ``DynamicEmbDump``, but ``table_names`` lists names.
+        """
+        ranks = Ranks(pg)
+        tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
+        dump_tables(DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base)), tables, ranks)
+
+    def load(
+        self,
+        save_dir: AnyPath | Sequence[AnyPath],
+        optim: bool = False,
+        counter: bool = False,
+        table_names: Iterable[str] | None = None,
+        pg: Any = None,
+        merge: bool = False,
+        fresh_scores: bool = False,
+    ) -> dict[str, TableReport]:
+        """Fill the tables of this module from a folder: one that ``dump`` wrote, or a collection's folder of a dump.
+
+        Arguments and errors are those of ``DynamicEmbLoad``, but ``table_names`` lists names, and what happened is
+        returned per table.
+        """
+        ranks = Ranks(pg)
+        tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
+        request = LoadRequest(as_chain(save_dir), optim, counter, merge, fresh_scores, table_names is None)
+        return load_tables(request, tables, ranks).get("", {})
+
+    def incremental_dump(
+        self, named_thresholds: Mapping[str, int], pg: Any = None
+    ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
+        """Return the ids and weights of tables whose score is at least a threshold, and the next thresholds.
+
+        Arguments and errors are those of ``dynamicemb.incremental_dump.incremental_dump``, but all by table name.
+        """
+        found = incremental_dump(self, {"model": named_thresholds}, pg)
+        assert found is not None
+        rows, thresholds = found
+        return rows.get("model", {}), thresholds.get("model", {})

@@ -1,0 +1,124 @@
+"""What a dump says about a table beside its rows: whether it fits, and what the table adopts."""
+
+import warnings
+
+from dynamicemb.checkpoint.opened import Stored
+from dynamicemb.checkpoint.sources import Table
+from dynamicemb.errors import DynamicEmbError
+from dynamicemb.optimizer import saved_iterations
+from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy
+from dynamicemb.table.import_rows import adopt_clock, adopt_initial_state, adopt_score, adopt_seed, adopt_updates
+from dynamicemb.table.ownership import CONTINUOUS
+
+
+def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bool, report: bool) -> None:
+    """Refuse a dump that does not fit a table.
+
+    Args:
+        table: the table.
+        stored: the dump's.
+        optim: whether optimizer state is to be loaded.
+        fresh_scores: whether scores are not.
+        report: whether this rank is the one that warns.
+
+    Raises:
+        DynamicEmbError: the files of the reference implementation hold changed ids.
+        ValueError: dim, score strategy or optimizer differ.
+    """
+    entry = stored.entry
+    if entry is not None and entry.dim != table.dim:
+        raise ValueError(
+            f"table {table} has dim {table.dim}, the dump {entry.dim}; make the table with dim={entry.dim}"
+        )
+    if entry is None and stored.meta.get("dist_type") == CONTINUOUS and stored.world_size > 1:
+        raise DynamicEmbError(
+            f"table {table}: the dump was written with 'continuous' routing by {stored.world_size} ranks and has no "
+            "manifest; the reference implementation stores ids there that are counted from each rank's first one, from "
+            "which the true ids cannot be told. Dump it again there with 'roundrobin' or on one rank"
+        )
+    if not fresh_scores:
+        _check_scores(table, stored)
+    if optim:
+        _check_optimizer(table, stored, report)
+
+
+def _check_scores(table: Table, stored: Stored) -> None:
+    remedy = "make the table with that strategy, or load with fresh_scores=True"
+    if stored.entry is not None:
+        if sorted(stored.entry.score_strategy) != sorted(table.strategy_names):
+            raise ValueError(
+                f"table {table} has score_strategy {'+'.join(table.strategy_names)}, the dump "
+                f"{'+'.join(stored.entry.score_strategy)}; {remedy}"
+            )
+        return
+    evict = stored.meta.get("evict_strategy")
+    mine = get_evict_strategy(table.strategy)
+    if evict is not None and evict != str(mine.value):
+        raise ValueError(f"Evict strategy mismatch: table {table} has {mine.value}, the dump {evict}; {remedy}")
+    if stored.num_columns not in (0, len(table.strategy_names)):
+        raise ValueError(
+            f"table {table} has score_strategy {'+'.join(table.strategy_names)}, the dump {stored.num_columns} scores "
+            f"for each id; {remedy}"
+        )
+    if stored.num_columns == 0 and table.strategy is not DynamicEmbScoreStrategy.TIMESTAMP:
+        raise ValueError(f"table {table}: the dump has no scores; load with fresh_scores=True")
+
+
+def _check_optimizer(table: Table, stored: Stored, report: bool) -> None:
+    """Refuse the state of another optimizer; warn where there is none."""
+    name = table.module.optimizer.name
+    if "opt_type" in stored.meta:
+        # Raises where the optimizer or one of its numbers is another one, or missing.
+        try:
+            table.module.optimizer.updated(stored.meta)
+        except ValueError as error:
+            raise ValueError(f"table {table}: {error}; load with optim=False to begin with fresh state") from None
+    if stored.num_state < 0 and table.num_state > 0 and report:
+        warnings.warn(
+            f"table {table}: the dump has no optimizer state; rows begin with the initial state of {name}",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+def initial_state(table: Table, stored: Stored, optim: bool) -> float:
+    """Return what optimizer state starts at: with ``optim``, as the dump's optimizer has it."""
+    spec = table.module.optimizer
+    if optim and "opt_type" in stored.meta:
+        spec = spec.updated(stored.meta)
+    return spec.initial_accumulator_value
+
+
+def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge: bool, now: int) -> None:
+    """Make loaded tables go on as the dumped ones would have.
+
+    Steps and custom scores go on; seeds, so that ids to come begin as they would have; with ``optim``, the optimizer's
+    numbers and step count; and the clock, so that the next step is later than any score.
+
+    Raises:
+        ValueError: tables of one module were trained with different settings.
+    """
+    updates: dict[int, int] = {}
+    for table, part in zip(tables, stored, strict=True):
+        adopt_clock(table.group, now)
+        if table.strategy is DynamicEmbScoreStrategy.STEP:
+            adopt_score(table.group, table.index, int(part.meta.get("step_score", 1)) - 1, merge)
+        elif table.strategy is DynamicEmbScoreStrategy.CUSTOMIZED and int(part.meta.get("step_score", 0)) > 0:
+            table.module.set_score({table.name: int(part.meta["step_score"])})
+        if part.entry is not None and not merge:
+            adopt_seed(table.group, table.index, part.entry.seed)
+        if optim and "opt_type" in part.meta:
+            # Tables of one module count together.
+            seen = updates.get(id(table.group), 0)
+            updates[id(table.group)] = _adopt_optimizer(table, part, seen, merge)
+
+
+def _adopt_optimizer(table: Table, stored: Stored, seen: int, merge: bool) -> int:
+    """Adopt numbers and step count, at least ``seen``; returns the count."""
+    module = table.module
+    module.optimizer_spec = module.optimizer_spec.updated(stored.meta)
+    module.set_learning_rate(module.optimizer_spec.learning_rate)
+    adopt_initial_state(module.tables, module.optimizer_spec.initial_accumulator_value)
+    updates = saved_iterations(stored.meta) if stored.entry is None else stored.entry.updates
+    adopt_updates(module.tables, max(seen, updates), merge)
+    return max(seen, updates)

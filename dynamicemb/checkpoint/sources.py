@@ -1,0 +1,234 @@
+"""Tables of a model, found without knowing TorchRec, and what their files are called."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamicemb.checkpoint.format import check_table_name
+from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
+from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.ownership import CONTINUOUS, owner_of
+
+# A sharded collection lists the modules that hold its dynamic tables under this name, and under the other one how many
+# rows each table has over all ranks.
+MODULES = "dynamic_embedding_modules"
+SIZES = "dynamic_table_sizes"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What one folder of a dump holds.
+
+    Attributes:
+        path: ``model``, or ``model.a.b`` of a collection below the root; the folder's name.
+        modules: groups of tables.
+        sizes: rows of each table over all ranks, where they are known.
+        module: the collection itself.
+    """
+
+    path: str
+    modules: list[BatchedDynamicEmbeddingTablesV2]
+    sizes: Mapping[str, int]
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of this rank.
+
+    Attributes:
+        folder: of its files inside the dump.
+        name: the table's name.
+        module: the group that holds it.
+        index: its place in the group.
+        num_embeddings: rows over all ranks, where known.
+    """
+
+    folder: str
+    name: str
+    module: BatchedDynamicEmbeddingTablesV2
+    index: int
+    num_embeddings: int | None
+
+    @property
+    def group(self) -> TableGroup:
+        """The tables of the module."""
+        return self.module.tables
+
+    @property
+    def options(self) -> DynamicEmbTableOptions:
+        """The options of the table."""
+        return self.module.table_options[self.index]
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.module.dims[self.index]
+
+    @property
+    def num_state(self) -> int:
+        """Values of optimizer state of a row in memory."""
+        return self.group.store.formats[self.index].num_state
+
+    @property
+    def strategy(self) -> ScoreStrategy:
+        """The score strategy."""
+        strategy = self.options.score_strategy
+        assert strategy is not None
+        return strategy
+
+    @property
+    def strategy_names(self) -> list[str]:
+        """Names of the strategies, in the order of a dump's columns."""
+        strategy = self.strategy
+        return [strategy.name] if isinstance(strategy, DynamicEmbScoreStrategy) else [s.name for s in strategy]
+
+    def owners(self, ids: torch.Tensor, world_size: int) -> torch.Tensor:
+        """Return the rank that owns each id, of so many ranks.
+
+        Raises:
+            ValueError: the routing is ``continuous`` and nobody knows the table's size.
+        """
+        return owner_of(ids, world_size, self.options.dist_type, self.num_embeddings)
+
+    def __str__(self) -> str:
+        return f"{self.folder}/{self.name}" if self.folder else self.name
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside DistributedModelParallel and DistributedDataParallel."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_dmp_wrapped_module", None), nn.Module):
+            module = module._dmp_wrapped_module  # type: ignore[assignment]
+        else:
+            return module
+
+
+def find_collections(model: nn.Module) -> list[Collection]:
+    """Return the collections with dynamic tables in a model, and modules of dynamic tables that stand alone."""
+    found: list[Collection] = []
+    _collect(model, "model", found, set())
+    return found
+
+
+def _collect(module: nn.Module, path: str, found: list[Collection], seen: set[int]) -> None:
+    module = unwrapped(module)
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    modules = getattr(module, MODULES, None)
+    if isinstance(module, BatchedDynamicEmbeddingTablesV2):
+        found.append(Collection(path, [module], {}, module))
+    elif modules is not None:
+        if modules:
+            found.append(Collection(path, list(modules), getattr(module, SIZES, {}), module))
+    else:
+        for name, child in module.named_children():
+            _collect(child, f"{path}.{name}", found, seen)
+
+
+def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, str, nn.Module]]:
+    """Return ``(path, last component of the path, collection)`` of every collection with dynamic tables."""
+    found: list[Collection] = []
+    _collect(module, path or "model", found, set())
+    return [(collection.path, collection.path.rsplit(".", 1)[-1], collection.module) for collection in found]
+
+
+def get_dynamic_emb_module(model: nn.Module) -> list[BatchedDynamicEmbeddingTablesV2]:
+    """Return all modules of dynamic tables of this rank."""
+    return [module for collection in find_collections(model) for module in collection.modules]
+
+
+def tables_of_model(model: nn.Module, table_names: Mapping[str, Iterable[str]] | None) -> list[Table]:
+    """Return the tables of a model that are meant, ordered by folder and name.
+
+    Args:
+        model: the model.
+        table_names: names per collection path; all tables of a collection that is not in it, None is all.
+
+    Raises:
+        TypeError: ``table_names`` is not a mapping to names.
+        ValueError: it names a collection or table that is not there.
+    """
+    collections = find_collections(model)
+    if not collections:
+        warnings.warn(
+            "model has no dynamic tables: nothing is dumped or loaded; pass the model after DistributedModelParallel",
+            UserWarning,
+            stacklevel=3,
+        )
+    if table_names is not None and not isinstance(table_names, Mapping):
+        raise TypeError(f"table_names must map collection paths to lists of tables, got {table_names!r}")
+    paths = [collection.path for collection in collections]
+    for path in table_names or {}:
+        if path not in paths:
+            raise ValueError(f"table_names: there is no collection {path!r} with dynamic tables; there are {paths}")
+    tables = []
+    for collection in collections:
+        names = None if table_names is None else table_names.get(collection.path)
+        tables += tables_of_modules(collection.modules, collection.path, names, collection.sizes)
+    return tables
+
+
+def tables_of_modules(
+    modules: list[BatchedDynamicEmbeddingTablesV2],
+    folder: str,
+    names: Iterable[str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> list[Table]:
+    """Return the tables of some modules that are meant, ordered by name.
+
+    Raises:
+        TypeError: ``names`` is a string.
+        ValueError: there is no such table, or a table's name cannot begin a file name.
+    """
+    tables = [
+        Table(folder, name, module, index, (sizes or {}).get(name))
+        for module in modules
+        for index, name in enumerate(module.table_names)
+    ]
+    if isinstance(names, str):
+        raise TypeError(f"table_names must be a list of names, got {names!r}")
+    wanted = [table.name for table in tables] if names is None else list(names)
+    missing = set(wanted) - {table.name for table in tables}
+    if missing:
+        raise ValueError(
+            f"table_names: {folder or 'the module'} has no dynamic tables {sorted(missing)}; "
+            f"it has {sorted(table.name for table in tables)}"
+        )
+    for table in tables:
+        check_table_name(table.name)
+    return sorted((table for table in tables if table.name in wanted), key=lambda table: table.name)
+
+
+def check_routing_known(table: Table, world_size: int) -> None:
+    """Refuse ``continuous`` routing over several ranks where the table's size is unknown.
+
+    Raises:
+        ValueError: as said.
+    """
+    if table.options.dist_type == CONTINUOUS and world_size > 1 and table.num_embeddings is None:
+        raise ValueError(
+            f"table {table}: dist_type 'continuous' over {world_size} ranks needs the table's num_embeddings, which a "
+            "module outside a sharded collection does not know; use 'roundrobin'"
+        )
+
+
+def describe(tables: list[Table]) -> list[tuple[Any, ...]]:
+    """Return what all ranks must agree on about their tables."""
+    return [
+        (
+            t.folder, t.name, t.dim, str(t.module.embedding_dtype), t.module.optimizer.name, t.num_state,
+            t.strategy_names, t.options.dist_type, t.num_embeddings,
+        )
+        for t in tables
+    ]  # fmt: skip
