@@ -8,7 +8,7 @@ import torch
 
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.growth import grow
+from dynamicemb.table.growth import grow_by
 from dynamicemb.table.index import ERASED, EVICTED, HITS, MISSES, NOW, SEEN, UPDATES
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED, FIRST_DIGEST
@@ -113,13 +113,8 @@ class RowImport:
         if group.growth is None:
             return
         factor = group.growth.factor(t, group.capacities[t], group.size(t) + self._num_ids)
-        if factor > 1:
-            try:
-                grow(group.index, group.store, group.kernels, t, factor)
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                group.growth.stop(t, group.capacities[t], error)
-            else:
-                group.capacities[t] *= factor
+        args = (group.growth, group.index, group.store, group.kernels)
+        group.capacities[t] *= grow_by(*args, t, group.capacities[t], factor)
 
     def _make_room(self, ids: torch.Tensor) -> None:
         """Let the table grow for a batch, if it may and more came than was said."""
