@@ -16,6 +16,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dump_load import find_sharded_modules, get_dynamic_emb_module
 from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.index import NOW, SEEN
 from dynamicemb.table.layout import fmix64, locate
 from tests.checkpoints import Records, load_quietly, records, shift_between, train, trained, without_scores
 from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options
@@ -343,7 +344,7 @@ def test_c10_a_clock_that_is_ahead_moves_those_of_all_tables(tmp_path: Path) -> 
     model = Outer(trained(num_tables=1, seed=1), trained(num_tables=1, seed=2))
     DynamicEmbDump(tmp_path / "d", model)
     ahead, behind = copy = [trained(num_tables=1, num_steps=0) for _ in range(2)]
-    ahead.tables.index.clock[2] = 2**62
+    ahead.tables.index.clock[[NOW, SEEN]] = 2**62
     for fresh_scores in (False, True):
         DynamicEmbLoad(tmp_path / "d", Outer(*copy), fresh_scores=fresh_scores)
         loaded = max(score for _, _, score in records(behind, "a").values())

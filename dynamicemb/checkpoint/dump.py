@@ -15,6 +15,8 @@ from torch import nn
 from tqdm import tqdm
 
 from dynamicemb.checkpoint.format import (
+    COUNTER_FREQUENCIES,
+    COUNTER_KEYS,
     KEYS,
     OPT_VALUES,
     SCORES,
@@ -36,7 +38,7 @@ from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy, score_dump_permutation
 from dynamicemb.table.index import UPDATES
-from dynamicemb.table.touched import Mark, next_change, touched_slots
+from dynamicemb.table.touched import Mark, next_change, slot_ranges, touched_slots
 from dynamicemb.version import __version__
 
 # Rows are copied in batches of at most so many bytes, so that a dump needs little memory beside the table.
@@ -63,7 +65,7 @@ def DynamicEmbDump(
         model: the model; its collections become sub-folders named by their path, ``model.a.b``.
         table_names: tables to write, per collection path; all of a collection that is not named.
         optim: whether to write optimizer state.
-        counter: whether to write admission counters.
+        counter: whether to write admission counters; an increment has all of them.
         pg: the ranks over which the tables are sharded; None is all.
         allow_overwrite: whether a dump may be replaced that is there already.
         base: the full dump, or the list of it and its increments so far, that these tables were dumped to or loaded
@@ -110,8 +112,8 @@ def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: F
     ranks.on_first(lambda: _prepare(target, folders, request.allow_overwrite))
     try:
         # Times on the disk go on from those of the chain, which a load may have moved.
-        now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
-        writing = _Writing(target, request.optim, ranks, disk, chain, now - chain.time_shift)
+        now = max(ranks.together(lambda: max(_time_of(table) for table in tables)))
+        writing = _Writing(target, request, ranks, disk, chain, now - chain.time_shift)
         marks: list[int] = []
         parts = ranks.together(lambda: writing.write(tables, marks))
         manifest = ranks.on_first(lambda: writing.commit(parts))
@@ -130,8 +132,14 @@ def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
             raise DynamicEmbError(f"the ranks disagree about the {kind} to dump: {descriptions}")
     for table in tables:
         check_routing_known(table, ranks.world_size)
-    if request.counter and ranks.rank == 0:
+    if request.counter and ranks.rank == 0 and all(table.counter is None for table in tables):
         warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=4)
+
+
+def _time_of(table: Table) -> int:
+    """Return the present time, by which ids of the table are expired or not for the whole of a dump."""
+    table.group.observe_time()
+    return table.group.now()
 
 
 @dataclass
@@ -159,7 +167,7 @@ class _Writing:
     """A dump in progress on one rank."""
 
     target: Target
-    optim: bool
+    request: DumpRequest
     ranks: Ranks
     disk: FileSystem
     chain: Chain
@@ -184,7 +192,7 @@ class _Writing:
         return part
 
     def _write_table(self, table: Table, part: _RankPart, progress: Any) -> TableEntry:
-        entry = _entry(table, self.optim)
+        entry = _entry(table, self.request)
         first_step = self.chain.first_step(table)
         with ExitStack() as stack:
             writers = {}
@@ -199,6 +207,11 @@ class _Writing:
                         writers[item].write(values)
                 entry.counts[0] += len(batch[KEYS])
                 progress.update(len(batch[KEYS]))
+            for batch in _count_batches(table) if entry.has_counter else ():
+                _check_owner(table, batch[COUNTER_KEYS], self.ranks)
+                for item, values in batch.items():
+                    writers[item].write(values)
+                entry.num_counters[0] += len(batch[COUNTER_KEYS])
             if TOMBSTONES in writers:
                 gone = self.chain.gone(table, self.ranks, self.disk)
                 writers[TOMBSTONES].write(gone)
@@ -221,23 +234,27 @@ class _Writing:
         return manifest
 
 
-def _entry(table: Table, optim: bool) -> TableEntry:
+def _entry(table: Table, request: DumpRequest) -> TableEntry:
     """Describe a table; the lists have the entry of this rank alone, and no rows are counted yet."""
     group, options = table.group, table.options
     begin, end = group.index.bucket_offsets[table.index : table.index + 2].tolist()
+    size = sum(
+        touched_slots(group.index, group.steps, table.index, slots).numel()
+        for slots in slot_ranges(group.index, table.index, BATCH_SIZE_PER_DUMP)
+    )
     return TableEntry(
         dim=table.dim,
         dtype=str(table.module.embedding_dtype).removeprefix("torch."),
         optimizer=table.module.optimizer.name,
-        num_state=table.num_state if optim else -1,
+        num_state=table.num_state if request.optim else -1,
         score_strategy=table.strategy_names,
         dist_type=options.dist_type,
         num_embeddings=table.num_embeddings,
         seed=group.seeds[table.index] % 2**64,
         updates=int(group.index.clock[UPDATES]),
-        has_counter=False,
+        has_counter=request.counter and table.counter is not None,
         counts=[0],
-        sizes=[group.size(table.index)],
+        sizes=[size],
         num_buckets=[end - begin],
         capacities=[group.capacities[table.index]],
         num_counters=[0],
@@ -251,10 +268,9 @@ def _batches(
     """Yield the rows touched since ``first_step`` in the order of their slots, per item of the format."""
     group, t = table.group, table.index
     index = group.index
-    begin, end = (int(b) * index.bucket_capacity for b in index.bucket_offsets[t : t + 2])
     size = min(BATCH_SIZE_PER_DUMP, max(1, _BATCH_BYTES // (4 * (table.dim + table.num_state))))
-    for first in range(begin, end, size):
-        slots = touched_slots(index, group.steps, first, min(end, first + size), first_step)
+    for part in slot_ranges(index, t, size):
+        slots = touched_slots(index, group.steps, t, part, first_step)
         if not slots.numel():
             continue
         weights, state = group.read(t, index.rows[slots])
@@ -264,11 +280,23 @@ def _batches(
         yield {item: np.ascontiguousarray(values.cpu().numpy()) for item, values in batch.items()}
 
 
+def _count_batches(table: Table) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the ids that are not admitted yet with their occurrences, per item of the format."""
+    counter = table.counter
+    assert counter is not None
+    for part in slot_ranges(counter, table.index, BATCH_SIZE_PER_DUMP):
+        slots = touched_slots(counter, table.group.steps, table.index, part)
+        batch = {COUNTER_KEYS: counter.keys[slots], COUNTER_FREQUENCIES: counter.scores[slots]}
+        yield {item: values.cpu().numpy() for item, values in batch.items()}
+
+
 def scores_to_file(table: Table, scores: list[torch.Tensor], clock: int, time_shift: int) -> torch.Tensor:
-    """Return scores as files have them, i64 ``[M, columns]``: a lone timestamp as its age, columns as the user's."""
+    """Return scores as files have them, i64 ``[M, columns]``: TIMESTAMP as an age, columns as the user's."""
     if table.strategy is DynamicEmbScoreStrategy.TIMESTAMP:
         return (clock + time_shift - scores[0])[:, None]
-    if isinstance(table.strategy, tuple):
+    if table.strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+        scores = [scores[0] - time_shift]
+    elif isinstance(table.strategy, tuple):
         scores = [scores[0] - time_shift, scores[1]]
     return torch.stack(scores, 1)[:, score_dump_permutation(table.strategy)]
 
@@ -295,7 +323,8 @@ def _meta(table: Table) -> bytes:
     values = table.module.optimizer.to_dict(int(group.index.clock[UPDATES]))
     values["evict_strategy"] = str(get_evict_strategy(table.strategy).value)
     values["dist_type"] = table.options.dist_type
-    timed = table.strategy is DynamicEmbScoreStrategy.TIMESTAMP or isinstance(table.strategy, tuple)
+    times = (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.NO_EVICTION)
+    timed = table.strategy in times or isinstance(table.strategy, tuple)
     values["step_score"] = 0 if timed else group.get_score(table.index)
     return json.dumps(values, indent=4).encode()
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ from dynamicemb.checkpoint.format import inside
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
 from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.read import Conversion, rows_of_rank, tombstones_of_rank
+from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.checkpoint.verify import Verified, verify
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.table.import_rows import RowImport, check_importable, clear
+from dynamicemb.table.import_counts import CountImport
+from dynamicemb.table.import_rows import RowImport, adopt_clock, check_importable, clear
 from dynamicemb.table.touched import Mark, next_change
 
 
@@ -30,11 +31,15 @@ class TableReport:
         num_rows: rows read for it.
         num_lost: ids that found no place, or lost it: the table is smaller, or its buckets are others.
         num_repeated: ids that came more than once (or, with ``merge``, were there already); the last one counts.
+        num_expired: ids that nothing had touched for longer than the table's ``ttl``; they are absent.
+        num_counts_lost: ids that found no place in the admission counter, which is smaller.
     """
 
     num_rows: int
     num_lost: int
     num_repeated: int
+    num_expired: int = 0
+    num_counts_lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,11 @@ def DynamicEmbLoad(
         table_names: tables to load, per collection path; all of a collection that is not named.
         optim: whether to load optimizer state, step counts and the optimizer's numbers, also the learning rate.
             Without, rows start with the optimizer's initial state.
-        counter: whether to load admission counters.
+        counter: whether to load admission counters. Without, they are empty after a load, and as they were after one
+            with ``merge``.
         pg: the ranks over which the tables are sharded; None is all.
-        merge: keep the other ids of the tables, instead of replacing their contents.
+        merge: keep the other ids of the tables, instead of replacing their contents; counts of an id that both have
+            are added up.
         fresh_scores: ignore the scores of the dump, which may then have been those of another strategy: all ids get the
             score of the present.
 
@@ -108,10 +115,13 @@ def load_tables(
     parts = ranks.together(lambda: verify(tables, stored, ranks, disk))
     verified = Verified.joined(parts)
     now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
+    for table in tables:
+        # All ranks agree on who is too old.
+        adopt_clock(table.group, now)
     conversion = Conversion(now, request.optim, request.fresh_scores, verified.newest)
     try:
         reports = ranks.together(lambda: _import(request, tables, stored, verified, conversion, ranks, disk))
-        ranks.each(lambda: adopt_settings(tables, [parts[-1] for parts in stored], request.optim, request.merge, now))
+        ranks.each(lambda: adopt_settings(tables, [parts[-1] for parts in stored], request.optim, request.merge))
     except BaseException:
         for table in tables:
             clear(table.group, table.index)
@@ -158,7 +168,20 @@ def _check(request: LoadRequest, tables: list[Table], stored: list[list[Stored]]
         for part in parts:
             check_compatible(table, part, request.optim, request.fresh_scores, ranks.rank == 0)
     if request.counter and ranks.rank == 0:
-        warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=5)
+        _warn_of_missing_counts(tables, stored)
+
+
+def _warn_of_missing_counts(tables: list[Table], stored: list[list[Stored]]) -> None:
+    counted = [(table, parts[-1]) for table, parts in zip(tables, stored, strict=True) if table.counter is not None]
+    if not counted:
+        warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=6)
+    for table, part in counted:
+        if part.num_counts is None:
+            warnings.warn(
+                f"table {table}: the dump has no admission counts; write it with counter=True",
+                UserWarning,
+                stacklevel=6,
+            )
 
 
 def _import(
@@ -192,8 +215,19 @@ def _import(
                         progress.update(batch.ids.numel())
                     newer += tombstones_of_rank(table, part, ranks, disk)
                     superseded = np.unique(np.concatenate(newer))
-            reports.append(TableReport(num_rows, importer.num_lost, importer.num_repeated))
+            lost = _import_counts(request, table, parts[-1], ranks, disk)
+            reports.append(TableReport(num_rows, importer.num_lost, importer.num_repeated, importer.num_expired, lost))
     return reports
+
+
+def _import_counts(request: LoadRequest, table: Table, last: Stored, ranks: Ranks, disk: FileSystem) -> int:
+    """Fill this rank's admission counter of a table, behind its rows; returns how many ids found no place."""
+    if not request.counter or table.counter is None or last.num_counts is None:
+        return 0
+    with CountImport(table.group, table.index, request.merge) as importer:
+        for ids, counts in counts_of_rank(table, last, ranks, disk):
+            importer.add(ids.to(table.group.device), counts.to(table.group.device))
+    return importer.num_lost
 
 
 def _num_expected(parts: list[Stored], num_owned: list[int], rank: int) -> int:
@@ -209,16 +243,19 @@ def _report(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks)
     result: dict[str, dict[str, TableReport]] = {}
     for t, table in enumerate(tables):
         parts = [of_rank[t] for of_rank in reports]
-        report = TableReport(
-            sum(part.num_rows for part in parts),
-            sum(part.num_lost for part in parts),
-            sum(part.num_repeated for part in parts),
-        )
+        report = TableReport(*(sum(numbers) for numbers in zip(*map(astuple, parts), strict=True)))
         result.setdefault(table.folder, {})[table.name] = report
         if report.num_lost and ranks.rank == 0:
             warnings.warn(
                 f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
                 "the lowest scores; raise max_capacity to keep them",
+                UserWarning,
+                stacklevel=4,
+            )
+        if report.num_counts_lost and ranks.rank == 0:
+            warnings.warn(
+                f"table {table}: {report.num_counts_lost} ids that were not admitted yet found no place in the "
+                "counter, the ones with the lowest counts; raise the capacity of its KVCounter to keep them",
                 UserWarning,
                 stacklevel=4,
             )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamicemb.checkpoint.format import (
+    COUNTER_FREQUENCIES,
+    COUNTER_KEYS,
     INCREMENT,
     KEYS,
     MANIFEST,
@@ -45,6 +47,7 @@ class Stored:
         entry: from the manifest, None without one.
         clock: from the manifest; 0 without one.
         files: what the manifest says of its files, by path; empty without one.
+        num_counts: ids in each rank's files of admission counts, None if there are none.
     """
 
     folder: str
@@ -57,6 +60,7 @@ class Stored:
     entry: TableEntry | None
     clock: int
     files: dict[str, FileEntry]
+    num_counts: list[int] | None
 
     def path(self, item: str, rank: int) -> str:
         """Return the path of a rank's file."""
@@ -130,6 +134,7 @@ class OpenedDump:
         return Stored(
             place, name, manifest.world_size, entry.counts, len(entry.score_strategy), entry.num_state,
             read_json(meta_path, disk), entry, manifest.clock, files,
+            entry.num_counters if entry.has_counter else None,
         )  # fmt: skip
 
 
@@ -302,7 +307,26 @@ def _foreign(folder: str, table: Table, disk: FileSystem) -> Stored:
     return Stored(
         folder, table.name, world_size, counts, widths[SCORES] // 8 if max(sizes[SCORES]) >= 0 else 0,
         widths[OPT_VALUES] // 4 if max(sizes[OPT_VALUES]) >= 0 else -1, meta, None, 0, {},
+        _foreign_counts(folder, table.name, world_size, disk),
     )  # fmt: skip
+
+
+def _foreign_counts(folder: str, name: str, world_size: int, disk: FileSystem) -> list[int] | None:
+    """Return how many admission counts each rank wrote, None if none did."""
+    sizes = {
+        item: [disk.size(join(folder, rank_file(name, item, rank, world_size))) for rank in range(world_size)]
+        for item in (COUNTER_KEYS, COUNTER_FREQUENCIES)
+    }
+    if max(map(max, sizes.values())) < 0:
+        return None
+    for rank, (keys, counts) in enumerate(zip(*sizes.values(), strict=True)):
+        if keys < 0 or keys % 8:
+            path = join(folder, rank_file(name, COUNTER_KEYS, rank, world_size))
+            raise CheckpointCorruptError(path, "ids of 8 bytes", f"{keys} bytes" if keys >= 0 else "nothing")
+        if counts != keys:
+            path = join(folder, rank_file(name, COUNTER_FREQUENCIES, rank, world_size))
+            raise CheckpointCorruptError(path, f"{keys} bytes", f"{counts} bytes" if counts >= 0 else "nothing")
+    return [size // 8 for size in sizes[COUNTER_KEYS]]
 
 
 def _state_bytes(meta: dict[str, Any], table: Table) -> int:

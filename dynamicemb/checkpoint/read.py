@@ -8,7 +8,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from dynamicemb.checkpoint.format import KEYS, OPT_VALUES, SCORES, TOMBSTONES, VALUES
+from dynamicemb.checkpoint.format import (
+    COUNTER_FREQUENCIES,
+    COUNTER_KEYS,
+    KEYS,
+    OPT_VALUES,
+    SCORES,
+    TOMBSTONES,
+    VALUES,
+)
 from dynamicemb.checkpoint.io import FileSystem
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.ranks import Ranks
@@ -111,7 +119,10 @@ class Conversion:
     def of(self, table: Table, stored: Stored, last: Stored) -> "Conversion":
         """Return the conversion for one table of one dump, ``last`` being the last dump of its chain."""
         names = tuple(table.strategy_names if stored.entry is None else stored.entry.score_strategy)
-        if isinstance(table.strategy, tuple):
+        if table.strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+            # Without a clock there is only an order.
+            offset = self.now - last.clock if last.clock else 0
+        elif isinstance(table.strategy, tuple):
             offset = self.now - (last.clock or self.newest.get(str(table), self.now))
         else:
             offset = self.now - (last.clock - stored.clock)
@@ -127,20 +138,28 @@ class Conversion:
         if isinstance(table.strategy, tuple):
             strategies = tuple(DynamicEmbScoreStrategy[name] for name in self.file_names)
             stamps, counts = raw[:, score_load_permutation(strategies)].unbind(1)
-            return [(stamps + self.offset).clamp(0, self.now), counts.contiguous()]
+            return [_moved(stamps, self.offset, self.now), counts.contiguous()]
         if table.strategy is DynamicEmbScoreStrategy.TIMESTAMP:
             return [(self.offset - raw[:, 0].clamp(max=self.offset)).clamp(min=0)]
+        if table.strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+            return [_moved(raw[:, 0], self.offset, self.now)]
         return [raw[:, 0].contiguous()]
 
     def _fresh(self, table: Table, count: int) -> list[torch.Tensor]:
         strategy = table.strategy
         if isinstance(strategy, tuple):
             return [torch.full((count,), self.now), torch.ones(count, dtype=torch.int64)]
-        if strategy is DynamicEmbScoreStrategy.TIMESTAMP:
+        if strategy in (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.NO_EVICTION):
             return [torch.full((count,), self.now)]
         if strategy is DynamicEmbScoreStrategy.LFU:
             return [torch.ones(count, dtype=torch.int64)]
         return [torch.full((count,), int(table.group.index.score_values[table.index]))]
+
+
+def _moved(times: torch.Tensor, offset: int, latest: int) -> torch.Tensor:
+    """Return times by so much later, from 0 to ``latest``."""
+    # Clamped first: a sum beyond 2^63 would be negative.
+    return (times.clamp(max=latest - offset) + offset).clamp(0, latest)
 
 
 def keeps_layout(table: Table, stored: Stored, ranks: Ranks) -> bool:
@@ -224,3 +243,25 @@ def tombstones_of_rank(table: Table, stored: Stored, ranks: Ranks, disk: FileSys
                 ids = reader.read(0, count)[:, 0]
             found.append(ids[(table.owners(torch.from_numpy(ids), ranks.world_size) == ranks.rank).numpy()])
     return found
+
+
+def counts_of_rank(
+    table: Table, stored: Stored, ranks: Ranks, disk: FileSystem
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ``(ids i64[M], occurrences i64[M])`` of the ids of this rank that were not admitted yet."""
+    assert stored.num_counts is not None
+    for file_rank in files_of_rank(table, stored, ranks):
+        count = stored.num_counts[file_rank]
+        with ExitStack() as stack:
+            keys, counts = (
+                stack.enter_context(FileReader(disk, stored.path(item, file_rank), np.int64, 1))
+                for item in (COUNTER_KEYS, COUNTER_FREQUENCIES)
+            )
+            for begin in range(0, count, BATCH_SIZE_PER_DUMP):
+                size = min(BATCH_SIZE_PER_DUMP, count - begin)
+                ids = torch.from_numpy(keys.read(begin, size)[:, 0])
+                occurrences = torch.from_numpy(counts.read(begin, size)[:, 0])
+                # Unsigned numbers; ours end before the sign.
+                occurrences = torch.where(occurrences < 0, MAX_SCORE, occurrences)
+                own = table.owners(ids, ranks.world_size) == ranks.rank
+                yield ids[own], occurrences[own]

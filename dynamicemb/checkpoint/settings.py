@@ -7,7 +7,7 @@ from dynamicemb.checkpoint.sources import Table
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import saved_iterations
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy
-from dynamicemb.table.import_rows import adopt_clock, adopt_initial_state, adopt_score, adopt_seed, adopt_updates
+from dynamicemb.table.import_rows import adopt_initial_state, adopt_score, adopt_seed, adopt_updates
 from dynamicemb.table.ownership import CONTINUOUS
 
 
@@ -89,18 +89,17 @@ def initial_state(table: Table, stored: Stored, optim: bool) -> float:
     return spec.initial_accumulator_value
 
 
-def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge: bool, now: int) -> None:
+def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge: bool) -> None:
     """Make loaded tables go on as the dumped ones would have.
 
     Steps and custom scores go on; seeds, so that ids to come begin as they would have; with ``optim``, the optimizer's
-    numbers and step count; and the clock, so that the next step is later than any score.
+    numbers and step count.
 
     Raises:
         ValueError: tables of one module were trained with different settings.
     """
     updates: dict[int, int] = {}
     for table, part in zip(tables, stored, strict=True):
-        adopt_clock(table.group, now)
         if table.strategy is DynamicEmbScoreStrategy.STEP:
             adopt_score(table.group, table.index, int(part.meta.get("step_score", 1)) - 1, merge)
         elif table.strategy is DynamicEmbScoreStrategy.CUSTOMIZED and int(part.meta.get("step_score", 0)) > 0:

@@ -14,6 +14,7 @@ from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
 from dynamicemb.table.group import TableGroup
+from dynamicemb.table.index import Index
 from dynamicemb.table.ownership import CONTINUOUS, owner_of
 
 # A sharded collection lists the modules that hold its dynamic tables under this name, and under the other one how many
@@ -76,6 +77,11 @@ class Table:
     def num_state(self) -> int:
         """Values of optimizer state of a row in memory."""
         return self.group.store.formats[self.index].num_state
+
+    @property
+    def counter(self) -> Index | None:
+        """The index of the ids that are not admitted yet, if there is one of ours."""
+        return None if self.group.admission is None else self.group.admission.counter
 
     @property
     def strategy(self) -> ScoreStrategy:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dynamicemb.checkpoint.format import KEYS, SCORES
+from dynamicemb.checkpoint.format import COUNTER_FREQUENCIES, COUNTER_KEYS, KEYS, SCORES, TableEntry
 from dynamicemb.checkpoint.io import FileSystem
 from dynamicemb.checkpoint.opened import Stored, check_crc
 from dynamicemb.checkpoint.ranks import Ranks
@@ -59,6 +59,7 @@ def verify(tables: list[Table], stored: list[list[Stored]], ranks: Ranks, disk: 
                     if path.endswith(suffix):
                         check_crc(path, entry, disk)
                 owned += _check_keys(table, part, file_rank, ranks, disk)
+                _check_counts(part, file_rank, disk)
                 if part.entry is None and isinstance(table.strategy, tuple) and part.num_columns:
                     newest = _newest(table, part, file_rank, disk)
                     found.newest[str(table)] = max(newest, found.newest.get(str(table), 0))
@@ -84,10 +85,7 @@ def _check_keys(table: Table, stored: Stored, file_rank: int, ranks: Ranks, disk
         entry = stored.entry
         if entry is None:
             continue
-        writers = owner_of(torch.from_numpy(ids), stored.world_size, entry.dist_type, entry.num_embeddings).numpy()
-        if (writers != file_rank).any():
-            stray = int(ids[writers != file_rank][0])
-            raise CheckpointCorruptError(path, f"ids of rank {file_rank}", f"id {stray} of another one")
+        _check_writer(path, ids, stored, entry, file_rank)
         buckets = locate(ids, max(1, entry.num_buckets[file_rank]), 1)[0]
         if buckets[0] < last_bucket or (np.diff(buckets) < 0).any():
             raise CheckpointCorruptError(path, "ids in the order of their buckets", "another order")
@@ -100,6 +98,27 @@ def _check_keys(table: Table, stored: Stored, file_rank: int, ranks: Ranks, disk
             raise CheckpointCorruptError(path, "every id once", f"id {repeated[0]} twice")
         last_bucket, last_ids = int(buckets[-1]), ids[buckets == buckets[-1]]
     return owned
+
+
+def _check_writer(path: str, ids: np.ndarray, stored: Stored, entry: TableEntry, file_rank: int) -> None:
+    writers = owner_of(torch.from_numpy(ids), stored.world_size, entry.dist_type, entry.num_embeddings).numpy()
+    if (writers != file_rank).any():
+        stray = int(ids[writers != file_rank][0])
+        raise CheckpointCorruptError(path, f"ids of rank {file_rank}", f"id {stray} of another one")
+
+
+def _check_counts(stored: Stored, file_rank: int, disk: FileSystem) -> None:
+    """Check the admission counts of one file of ours."""
+    if stored.entry is None or stored.num_counts is None:
+        return
+    count = stored.num_counts[file_rank]
+    path = stored.path(COUNTER_KEYS, file_rank)
+    for batch in _batches(disk, path, count):
+        _check_writer(path, batch[:, 0], stored, stored.entry, file_rank)
+    path = stored.path(COUNTER_FREQUENCIES, file_rank)
+    for batch in _batches(disk, path, count):
+        if batch.min() < 1:
+            raise CheckpointCorruptError(path, "counts of at least 1", str(int(batch.min())))
 
 
 def _newest(table: Table, stored: Stored, file_rank: int, disk: FileSystem) -> int:

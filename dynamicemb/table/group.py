@@ -409,10 +409,14 @@ class TableGroup:
                 step.finish()
             last = _last_occurrences(rows)
             keep = last[rows[last] >= 0]
-            if self.admission is not None and self.admission.counter is not None:
-                self.kernels.erase(self.admission.counter, ids, self._ranges_of(table, ids.numel()))
+            self.forget_counts(table, ids)
             self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
         return rows >= 0
+
+    def forget_counts(self, table: int, ids: torch.Tensor) -> None:
+        """Erase ids that have got a row from the admission counter, if it is one of ours."""
+        if self.admission is not None and self.admission.counter is not None:
+            self.kernels.erase(self.admission.counter, ids, self._ranges_of(table, ids.numel()))
 
     def set_score(self, table: int, value: int) -> None:
         """Set the score that touches leave from now on (CUSTOMIZED)."""

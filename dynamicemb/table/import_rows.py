@@ -9,15 +9,11 @@ import torch
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.growth import grow_by
-from dynamicemb.table.index import ERASED, EVICTED, HITS, MISSES, NOW, SEEN, UPDATES
+from dynamicemb.table.index import ERASED, HITS, MISSES, NOW, SEEN, UPDATES
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED, FIRST_DIGEST
-from dynamicemb.table.layout import fmix64 as fmix64_of_array
-from dynamicemb.table.ownership import fmix64
+from dynamicemb.table.room import Room, last_of_each
 from dynamicemb.table.scores import SCORE_COMPOUND
-
-# Slots of overfull buckets that are ranked at a time.
-_RANKED_SLOTS = 2**20
 
 
 def check_importable(group: TableGroup) -> None:
@@ -36,13 +32,14 @@ def check_importable(group: TableGroup) -> None:
 class RowImport:
     """Fills one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
 
-    Where more ids come than a bucket holds, those with the highest scores stay, whatever their order; of equal scores
-    the larger unsigned fmix64(id). That is who would survive if they were evicted one by one. A compound table compares
-    frequencies, or what its score function returns.
+    Where more ids come than a bucket holds, those with the highest scores stay, as ``Room`` says. A compound table
+    compares frequencies, or what its score function returns. Ids that have expired by the time at which the import
+    began are passed over, and those in the table make room.
 
     Attributes:
         num_lost: ids that did not fit, or had to go.
         num_repeated: ids that were there already.
+        num_expired: ids that came and were too old.
 
     Takes 4 bytes for each slot of the group meanwhile. Host sync: yes.
     """
@@ -59,6 +56,7 @@ class RowImport:
         """
         self.num_lost = 0
         self.num_repeated = 0
+        self.num_expired = 0
         self._group = group
         self._table = table
         self._keep = keep
@@ -74,10 +72,13 @@ class RowImport:
             group.marks.pop(self._table, None)
             if not self._keep:
                 clear(group, self._table)
-            self._grow()
             # Erased slots of a group without any step would pass for protected.
             self._step = group.begin_step(training=False)
+            group.erase_expired(self._table)
+            self._free_erased()
+            self._grow()
             self._look()
+            self._room = Room(group.index, self._table, lambda slots: group.scores(self._table, slots), self._ranks)
             self._counts = group.index.counters[self._table, [HITS, MISSES]].clone()
         except BaseException:
             group.lock.release()
@@ -93,19 +94,21 @@ class RowImport:
             _read_counters(group)
             self._step.finish()
         finally:
-            del self._slot_index
+            del self._slot_index, self._room
             group.lock.release()
 
     def _look(self) -> None:
-        """Take in where the table's slots are and how full its buckets."""
+        """Take in where the table's slots are, and what time it is."""
         group, index = self._group, self._group.index
         # With slots in the place of rows, a find tells slots.
         slots = torch.arange(index.num_slots, dtype=torch.int32, device=group.device)
         self._slot_index = replace(index, rows=slots, clock=index.clock.clone())
-        self._begin, end = index.bucket_offsets[self._table : self._table + 2].tolist()
-        self._num_buckets = end - self._begin
-        digests = index.digests.view(-1, index.bucket_capacity)[self._begin : end]
-        self._loads = (digests >= FIRST_DIGEST).sum(1)
+
+    def _free_erased(self) -> None:
+        """End the protection of erased slots, whose rows no backward will ask for."""
+        group, index = self._group, self._group.index
+        erased = group._slots_of(self._table, index.digests) == DIGEST_ERASED
+        group._slots_of(self._table, index.tags).masked_fill_(erased, 0)
 
     def _grow(self) -> None:
         """Let the table grow for all ids that will come, if it may."""
@@ -126,6 +129,7 @@ class RowImport:
         group._make_room(ids, lambda: group._ranges_of(self._table, ids.numel()))
         if group.index.num_slots != before:
             self._look()
+            self._room.look()
 
     def add(
         self, ids: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None, scores: list[torch.Tensor]
@@ -139,19 +143,34 @@ class RowImport:
             scores: what ``TableGroup.scores`` returns, each i64 ``[M]``.
         """
         rows = _Rows(ids, weights, self._initial_state(ids.numel()) if state is None else state, scores)
-        last = _last_of_each(ids)
-        self.num_repeated += ids.numel() - last.numel()
+        rows = rows.at(self._young(scores[0]))
+        last = last_of_each(rows.ids)
+        self.num_repeated += rows.ids.numel() - last.numel()
         rows = rows.at(last)
         self._make_room(rows.ids)
         slots = self._find(rows.ids)
-        self.num_repeated += int((slots >= 0).sum())
+        held = (slots >= 0).nonzero().flatten()
+        self.num_repeated += held.numel()
+        # First those that are there: new ids compete with the scores that come.
+        self._write(slots[held].long(), rows.at(held))
         missing = (slots < 0).nonzero().flatten()
-        placed = missing[self._admit(rows.ids[missing], [column[missing] for column in rows.scores])]
+        placed = missing[self._room.take(rows.ids[missing], [column[missing] for column in rows.scores])]
+        self.num_lost = self._room.num_lost
         if placed.numel():
-            self._insert(rows.ids[placed])
-            slots[placed] = self._find(rows.ids[placed])
-        there = (slots >= 0).nonzero().flatten()
-        self._write(slots[there].long(), rows.at(there))
+            new = rows.at(placed)
+            self._insert(new.ids)
+            self._write(self._find(new.ids).long(), new)
+            if self._keep:
+                self._group.forget_counts(self._table, new.ids)
+
+    def _young(self, times: torch.Tensor) -> torch.Tensor:
+        """Return the positions of ids that have not expired, from the first column of their scores."""
+        index = self._slot_index
+        if not index.expires:
+            return torch.arange(times.numel(), device=times.device)
+        young = (times >= index.clock[SEEN] - index.ttls[self._table]).nonzero().flatten()
+        self.num_expired += times.numel() - young.numel()
+        return young
 
     def _initial_state(self, number: int) -> torch.Tensor:
         group = self._group
@@ -182,47 +201,6 @@ class RowImport:
         index.tags[slots] = 0
         group.kernels.write_rows(group.store, self._table, index.rows[slots], rows.weights, rows.state)
 
-    def _admit(self, ids: torch.Tensor, scores: list[torch.Tensor]) -> torch.Tensor:
-        """Return the positions of the new ids that get a place, and take it from the ids that must go."""
-        capacity = self._group.index.bucket_capacity
-        buckets = _bucket_of(ids, self._num_buckets)
-        distinct, inverse, counts = torch.unique(buckets, return_inverse=True, return_counts=True)
-        total = self._loads[distinct] + counts
-        overfull = (total > capacity).nonzero().flatten()
-        self._loads[distinct] = total.clamp(max=capacity)
-        admitted = torch.ones(ids.numel(), dtype=torch.bool, device=ids.device)
-        for part in torch.split(overfull, max(1, _RANKED_SLOTS // capacity)):
-            here = torch.isin(inverse, part).nonzero().flatten()
-            lost, gone = self._weakest(buckets[here], distinct[part], ids[here], [column[here] for column in scores])
-            admitted[here[lost]] = False
-            self._drop(gone)
-            self.num_lost += lost.numel() + gone.numel()
-        return admitted.nonzero().flatten()
-
-    def _weakest(
-        self, owners: torch.Tensor, buckets: torch.Tensor, ids: torch.Tensor, scores: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which of the new ids, and which slots of overfull buckets, must go.
-
-        Args:
-            owners: i64 ``[M]``, the bucket of each new id.
-            buckets: i64 ``[B]``, the distinct ones.
-            ids: i64 ``[M]``.
-            scores: each i64 ``[M]``.
-        """
-        index, capacity = self._group.index, self._group.index.bucket_capacity
-        slots = ((self._begin + buckets)[:, None] * capacity + torch.arange(capacity, device=buckets.device)).flatten()
-        slots = slots[index.digests[slots] >= FIRST_DIGEST]
-        held = self._group.scores(self._table, slots)
-        ranks = self._ranks([torch.cat(pair) for pair in zip(scores, held, strict=True)])
-        hashes = fmix64_of_array(torch.cat([ids, index.keys[slots]]).cpu().numpy())
-        owner = torch.cat([owners, slots // capacity - self._begin]).cpu().numpy()
-        order = np.lexsort((hashes, ranks, owner))
-        _, begins, counts = np.unique(owner[order], return_index=True, return_counts=True)
-        place = np.arange(order.size) - np.repeat(begins, counts)
-        weakest = torch.from_numpy(order[place < np.repeat(counts - capacity, counts)]).to(ids.device)
-        return weakest[weakest < ids.numel()], slots[weakest[weakest >= ids.numel()] - ids.numel()]
-
     def _ranks(self, scores: list[torch.Tensor]) -> np.ndarray:
         """Return what evictions compare, i64."""
         *stamps, counts = (column.cpu().numpy() for column in scores)
@@ -232,12 +210,6 @@ class RowImport:
         from dynamicemb.table.cpu.score_function import ranks_of
 
         return ranks_of(source, stamps[0], counts, int(self._group.index.clock[NOW]))
-
-    def _drop(self, slots: torch.Tensor) -> None:
-        index = self._group.index
-        index.digests[slots] = DIGEST_ERASED
-        index.tags[slots] = 0
-        index.counters[self._table, EVICTED] += slots.numel()
 
 
 class _Rows(NamedTuple):
@@ -267,6 +239,21 @@ def clear(group: TableGroup, table: int) -> None:
         group.marks.pop(table, None)
         group.epoch += 1
         _read_counters(group)
+        clear_counts(group, table)
+
+
+def clear_counts(group: TableGroup, table: int) -> None:
+    """Empty a table's admission counter, if it is one of ours."""
+    if group.admission is None or group.admission.counter is None:
+        return
+    counter, reader = group.admission.counter, group.admission_reader
+    assert reader is not None
+    begin, end = (int(bucket) * counter.bucket_capacity for bucket in counter.bucket_offsets[table : table + 2])
+    held = counter.digests[begin:end] >= FIRST_DIGEST
+    counter.counters[table, ERASED] += held.sum()
+    counter.digests[begin:end] = DIGEST_EMPTY
+    counter.tags[begin:end] = 0
+    reader.wait()
 
 
 def _read_counters(group: TableGroup) -> None:
@@ -277,21 +264,6 @@ def _read_counters(group: TableGroup) -> None:
     group.counter_reader.wait()
     if group.growth is not None:
         group.growth.resume(group.counter_reader)
-
-
-def _bucket_of(ids: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """Return the bucket of each id in its table, i64; as ``layout.locate``."""
-    return ((fmix64(ids) >> 20) & (2**44 - 1)) % num_buckets
-
-
-def _last_of_each(ids: torch.Tensor) -> torch.Tensor:
-    """Return the position of the last occurrence of every distinct id, i64, ascending."""
-    values, inverse = torch.unique(ids, return_inverse=True)
-    if values.numel() == ids.numel():
-        return torch.arange(ids.numel(), device=ids.device)
-    positions = torch.arange(ids.numel(), device=ids.device)
-    last = torch.zeros_like(values).scatter_reduce_(0, inverse, positions, reduce="amax", include_self=False)
-    return last.sort().values
 
 
 def adopt_clock(group: TableGroup, now: int) -> None:

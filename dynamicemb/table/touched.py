@@ -1,5 +1,6 @@
 """Which rows of a table may have changed since a dump."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,21 @@ def next_change(steps: StepTracker) -> int:
     return min([*steps.outstanding(), steps.current + 1])
 
 
-def touched_slots(index: Index, steps: StepTracker, begin: int, end: int, first_step: int) -> torch.Tensor:
-    """Return the occupied slots of ``begin..end`` that a step from ``first_step`` on touched; i64 ``[M]``, ascending.
+def touched_slots(index: Index, steps: StepTracker, table: int, slots: range, first_step: int = 0) -> torch.Tensor:
+    """Return which of a table's slots hold ids that a step from ``first_step`` on touched; i64 ``[M]``, ascending.
 
-    Tags that were rebased since may be of any earlier step: then more is returned.
+    Ids that have expired by the time last observed are not there. Tags that were rebased since may be of any earlier
+    step: then more is returned.
     """
-    found = index.digests[begin:end] >= FIRST_DIGEST
+    found = index.digests[slots.start : slots.stop] >= FIRST_DIGEST
     if first_step > 0:
-        found &= index.tags[begin:end] >= steps.tag_of(first_step)
-    return begin + found.nonzero().flatten()
+        found &= index.tags[slots.start : slots.stop] >= steps.tag_of(first_step)
+    touched = slots.start + found.nonzero().flatten()
+    return touched[~index.expired(table, touched)] if index.expires else touched
+
+
+def slot_ranges(index: Index, table: int, size: int) -> Iterator[range]:
+    """Yield the slots of a table, at most ``size`` at a time."""
+    begin, end = (int(bucket) * index.bucket_capacity for bucket in index.bucket_offsets[table : table + 2])
+    for first in range(begin, end, size):
+        yield range(first, min(end, first + size))

@@ -1,0 +1,110 @@
+"""Import the counts of ids that are not admitted yet, as a load does."""
+
+import numpy as np
+import torch
+
+from dynamicemb.table.counter import begin_counting
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.import_rows import check_importable, clear_counts
+from dynamicemb.table.index import HITS, MISSES
+from dynamicemb.table.room import Room, last_of_each
+from dynamicemb.table.scores import MAX_SCORE
+
+
+class CountImport:
+    """Fills the counter of one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
+
+    Where more ids come than a bucket of the counter holds, those with the highest counts stay, as in ``RowImport``. Ids
+    that have a row are passed over: what is in the table is not counted.
+
+    Attributes:
+        num_lost: ids that did not fit, or had to go.
+
+    Host sync: yes.
+    """
+
+    def __init__(self, group: TableGroup, table: int, keep: bool) -> None:
+        """Prepare an import.
+
+        Args:
+            group: the tables; their admission must have a counter.
+            table: which table.
+            keep: whether counts that are there already stay; those of ids that come are added to them.
+        """
+        admission = group.admission
+        assert admission is not None and admission.counter is not None
+        self.num_lost = 0
+        self._group = group
+        self._counter = admission.counter
+        self._table = table
+        self._keep = keep
+
+    def __enter__(self) -> "CountImport":
+        group, counter = self._group, self._counter
+        group.lock.acquire()
+        try:
+            check_importable(group)
+            if not self._keep:
+                clear_counts(group, self._table)
+            self._step = group.begin_step(training=False)
+            # What the lookups before have erased is free.
+            begin_counting(counter, group.index.clock)
+            self._room = Room(counter, self._table, lambda slots: [counter.scores[slots]], _ranks)
+            self._counts = counter.counters[self._table, [HITS, MISSES]].clone()
+        except BaseException:
+            group.lock.release()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        group = self._group
+        try:
+            # Nobody looked these ids up.
+            self._counter.counters[self._table, [HITS, MISSES]] = self._counts
+            assert group.admission_reader is not None
+            group.admission_reader.wait()
+            self._step.finish()
+        finally:
+            group.lock.release()
+
+    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Take in ids.
+
+        Args:
+            ids: i64 ``[M]``; of repeated ones the last counts.
+            counts: i64 ``[M]``, occurrences; an id without any is passed over.
+        """
+        group, counter = self._group, self._counter
+        last = last_of_each(ids)
+        ids, counts = ids[last], counts[last]
+        wanted = (counts > 0) & (group.find(ids, group._ranges_of(self._table, ids.numel())) < 0)
+        ids, counts = ids[wanted], counts[wanted]
+        slots = self._find(ids)
+        there = slots >= 0
+        held = counter.scores[slots[there]]
+        new = counts[there]
+        # First those that are there: new ids compete with their sums.
+        self._write(slots[there], held + torch.minimum(new, MAX_SCORE - held) if self._keep else new)
+        missing = (~there).nonzero().flatten()
+        placed = missing[self._room.take(ids[missing], [counts[missing]])]
+        self.num_lost = self._room.num_lost
+        if placed.numel():
+            new_ids, new = ids[placed], counts[placed]
+            group.kernels.add_counts(counter, new_ids, group._ranges_of(self._table, placed.numel()), new)
+            slots = self._find(new_ids)
+            assert bool((slots >= 0).all()), "an import made room and did not find it"
+            self._write(slots, new)
+
+    def _write(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
+        self._counter.scores[slots] = counts
+        # Nothing of a step: they may be forgotten at once.
+        self._counter.tags[slots] = 0
+
+    def _find(self, ids: torch.Tensor) -> torch.Tensor:
+        group = self._group
+        # A slot of a counter is its own row.
+        return group.kernels.find(self._counter, ids, group._ranges_of(self._table, ids.numel()), False).long()
+
+
+def _ranks(scores: list[torch.Tensor]) -> np.ndarray:
+    return scores[0].cpu().numpy()
