@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dynamicemb import DynamicEmbScoreStrategy
-from dynamicemb.errors import CheckpointCorruptError
+from dynamicemb import DynamicEmbScoreStrategy, FrequencyAdmissionStrategy
+from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.table.layout import fmix64, locate
 from tests.admitting import admitting, counts_of, holds, module_on
 from tests.checkpoints import Records, load_quietly, records, without_scores
 from tests.lookups import EXTREME, batch, make_module, options
 from tests.ranks import RankPool, ranks  # noqa: F401
+from tests.test_admission_own import DictCounter
 
 LFU = DynamicEmbScoreStrategy.LFU
 KEYS, COUNTS = "a_counter_keys.rank_0.world_size_1", "a_counter_frequencies.rank_0.world_size_1"
@@ -191,6 +192,67 @@ def test_c26_an_increment_has_all_counts(tmp_path: Path) -> None:
     assert counts_of(copy) == {2: 1, 3: 1} and without_scores(records(copy, "a")) == without_scores(
         records(module, "a")
     )
+
+
+class FileCounter(DictCounter):
+    """A counter of the user that can be dumped; what it loads replaces what it holds."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def dump(self, key_file: str, counter_file: str, table_id: int) -> None:
+        found = {key: count for (table, key), count in self.counts.items() if table == table_id}
+        np.array(list(found), "<i8").tofile(key_file)
+        if not self.broken:
+            np.array(list(found.values()), "<i8").tofile(counter_file)
+
+    def load(self, key_file: str, counter_file: str, table_id: int) -> None:
+        pairs = zip(np.fromfile(key_file, "<i8").tolist(), np.fromfile(counter_file, "<i8").tolist(), strict=True)
+        self.counts = {(table_id, key): count for key, count in pairs}
+
+
+def own(counter: Any) -> Any:
+    return make_module([options(admit_strategy=FrequencyAdmissionStrategy(3), admission_counter=counter)])
+
+
+def test_c12_a_counter_of_the_user_writes_and_reads_its_own_files(tmp_path: Path) -> None:
+    first, second = FileCounter(), FileCounter()
+    module = own(first)
+    step(module, [1, 1, -5, 2**63 - 1])
+    module.dump(tmp_path / "d", counter=True)
+    assert stored(tmp_path / "d") == {1: 2, -5: 1, 2**63 - 1: 1}
+    copy = own(second)
+    step(copy, [7, -5, -5, -5])
+    copy.load(tmp_path / "d", counter=True, merge=True)
+    # -5 has a row.
+    assert second.counts == {(0, 1): 2, (0, 2**63 - 1): 1}
+    step(copy, [1])
+    assert holds(copy, [1, -5, 7]) == [True, True, False]
+    # A KVCounter takes the same files.
+    ours = make_module([admitting(3)])
+    ours.load(tmp_path / "d", counter=True)
+    assert counts_of(ours) == stored(tmp_path / "d")
+    for name in (KEYS, COUNTS):
+        data = (tmp_path / "d" / name).read_bytes()
+        (tmp_path / "d" / name).write_bytes(data[:-1] + b"x")
+        with pytest.raises(CheckpointCorruptError, match=name):
+            copy.load(tmp_path / "d", counter=True)
+        (tmp_path / "d" / name).write_bytes(data)
+
+
+def test_c21_a_counter_of_the_user_that_writes_something_else_leaves_the_dump_before(tmp_path: Path) -> None:
+    module = own(FileCounter())
+    step(module, [1, 2])
+    module.dump(tmp_path / "d", counter=True)
+    broken = own(FileCounter(broken=True))
+    step(broken, [1, 2])
+    message = r"table a: FileCounter.dump must write int64 ids and as many int64 counts.*\[16, -1\] bytes"
+    with pytest.warns(UserWarning, match="is replaced"), pytest.raises(DynamicEmbError, match=message):
+        broken.dump(tmp_path / "d", counter=True, allow_overwrite=True)
+    assert stored(tmp_path / "d") == {1: 1, 2: 1}
+    assert {path.name for path in tmp_path.iterdir()} == {"d"}
+    module.load(tmp_path / "d", counter=True)
 
 
 def on_rank(rank: int, world_size: int, routing: str, path: str, onward: str | None) -> tuple[Records, dict[int, int]]:

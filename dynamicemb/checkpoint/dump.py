@@ -31,9 +31,12 @@ from dynamicemb.checkpoint.format import (
 )
 from dynamicemb.checkpoint.increment import Chain, open_chain
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string, join
+from dynamicemb.checkpoint.own_counter import dump_own
 from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.read import FileReader
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.checkpoint.target import Target
+from dynamicemb.checkpoint.writer import FileWriter
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy, score_dump_permutation
@@ -132,7 +135,7 @@ def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
             raise DynamicEmbError(f"the ranks disagree about the {kind} to dump: {descriptions}")
     for table in tables:
         check_routing_known(table, ranks.world_size)
-    if request.counter and ranks.rank == 0 and all(table.counter is None for table in tables):
+    if request.counter and ranks.rank == 0 and not any(table.has_counter for table in tables):
         warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=4)
 
 
@@ -197,9 +200,10 @@ class _Writing:
         with ExitStack() as stack:
             writers = {}
             for item in entry.items(self.chain.kind):
-                name = rank_file(table.name, item, self.ranks.rank, self.ranks.world_size)
-                path = inside(table.folder, name)
-                writers[item] = stack.enter_context(FileWriter(self.disk, self.target.writing, path))
+                # A counter that the user wrote writes its files itself.
+                if table.own_counter is None or item not in (COUNTER_KEYS, COUNTER_FREQUENCIES):
+                    path = self._path(table, item)
+                    writers[item] = stack.enter_context(FileWriter(self.disk, self.target.writing, path))
             for batch in _batches(table, entry.num_state > 0, self.clock, self.chain.time_shift, first_step):
                 _check_owner(table, batch[KEYS], self.ranks)
                 for item, values in batch.items():
@@ -207,11 +211,8 @@ class _Writing:
                         writers[item].write(values)
                 entry.counts[0] += len(batch[KEYS])
                 progress.update(len(batch[KEYS]))
-            for batch in _count_batches(table) if entry.has_counter else ():
-                _check_owner(table, batch[COUNTER_KEYS], self.ranks)
-                for item, values in batch.items():
-                    writers[item].write(values)
-                entry.num_counters[0] += len(batch[COUNTER_KEYS])
+            if entry.has_counter:
+                self._write_counts(table, entry, writers, part)
             if TOMBSTONES in writers:
                 gone = self.chain.gone(table, self.ranks, self.disk)
                 writers[TOMBSTONES].write(gone)
@@ -219,6 +220,26 @@ class _Writing:
             for writer in writers.values():
                 part.files[writer.path] = writer.finish()
         return entry
+
+    def _path(self, table: Table, item: str) -> str:
+        return inside(table.folder, rank_file(table.name, item, self.ranks.rank, self.ranks.world_size))
+
+    def _write_counts(self, table: Table, entry: TableEntry, writers: dict[str, FileWriter], part: _RankPart) -> None:
+        own = table.own_counter
+        if own is not None:
+            paths = self._path(table, COUNTER_KEYS), self._path(table, COUNTER_FREQUENCIES)
+            part.files |= dict(zip(paths, dump_own(own, table, self.target.writing, paths, self.disk), strict=True))
+            entry.num_counters[0] = part.files[paths[0]].size // 8
+            with FileReader(self.disk, join(self.target.writing, paths[0]), np.int64, 1) as reader:
+                for begin in range(0, entry.num_counters[0], BATCH_SIZE_PER_DUMP):
+                    size = min(BATCH_SIZE_PER_DUMP, entry.num_counters[0] - begin)
+                    _check_owner(table, reader.read(begin, size)[:, 0], self.ranks)
+            return
+        for batch in _count_batches(table):
+            _check_owner(table, batch[COUNTER_KEYS], self.ranks)
+            for item, values in batch.items():
+                writers[item].write(values)
+            entry.num_counters[0] += len(batch[COUNTER_KEYS])
 
     def commit(self, parts: list[_RankPart]) -> Manifest:
         """Put together what the ranks wrote, and give the dump its place; returns its manifest."""
@@ -252,7 +273,7 @@ def _entry(table: Table, request: DumpRequest) -> TableEntry:
         num_embeddings=table.num_embeddings,
         seed=group.seeds[table.index] % 2**64,
         updates=int(group.index.clock[UPDATES]),
-        has_counter=request.counter and table.counter is not None,
+        has_counter=request.counter and table.has_counter,
         counts=[0],
         sizes=[size],
         num_buckets=[end - begin],
@@ -341,47 +362,3 @@ def _joined(entries: list[TableEntry]) -> TableEntry:
         num_counters=[entry.num_counters[0] for entry in entries],
         num_tombstones=[entry.num_tombstones[0] for entry in entries],
     )
-
-
-class FileWriter:
-    """A new file that knows its size and checksum. Use it as a context, and ``finish`` it."""
-
-    def __init__(self, disk: FileSystem, root: str, path: str) -> None:
-        """Make the file.
-
-        Args:
-            disk: the file system.
-            root: folder of the dump.
-            path: of the file inside it.
-        """
-        self.path = path
-        self._disk = disk
-        self._size = 0
-        self._crc = 0
-        self._file: int | None = disk.create(join(root, path))
-
-    def __enter__(self) -> "FileWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._disk.close(self._file)
-
-    def write(self, values: np.ndarray) -> None:
-        """Append an array."""
-        if not values.size:
-            return
-        data = values.view(np.uint8).reshape(-1).data
-        assert self._file is not None
-        self._disk.write(self._file, data)
-        self._size += len(data)
-        self._crc = zlib.crc32(data, self._crc)
-
-    def finish(self) -> FileEntry:
-        """Wait until the file is on the disk."""
-        file = self._file
-        assert file is not None
-        self._disk.sync(file)
-        self._file = None
-        self._disk.close(file)
-        return FileEntry(self._size, self._crc)

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import stat
+import tempfile
 
 AnyPath = str | os.PathLike[str]
 
@@ -37,6 +38,11 @@ def parent_of(path: str) -> str:
 def base_name(path: str) -> str:
     """Return the last part of a path."""
     return os.path.basename(path)
+
+
+def temporary_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Return a context with the path of an empty folder, which is removed with what is in it."""
+    return tempfile.TemporaryDirectory(prefix="dynamicemb-")
 
 
 class FileSystem:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from dynamicemb.checkpoint.format import inside
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
 from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
+from dynamicemb.checkpoint.own_counter import load_own
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
@@ -172,7 +173,7 @@ def _check(request: LoadRequest, tables: list[Table], stored: list[list[Stored]]
 
 
 def _warn_of_missing_counts(tables: list[Table], stored: list[list[Stored]]) -> None:
-    counted = [(table, parts[-1]) for table, parts in zip(tables, stored, strict=True) if table.counter is not None]
+    counted = [(table, parts[-1]) for table, parts in zip(tables, stored, strict=True) if table.has_counter]
     if not counted:
         warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=6)
     for table, part in counted:
@@ -222,7 +223,10 @@ def _import(
 
 def _import_counts(request: LoadRequest, table: Table, last: Stored, ranks: Ranks, disk: FileSystem) -> int:
     """Fill this rank's admission counter of a table, behind its rows; returns how many ids found no place."""
-    if not request.counter or table.counter is None or last.num_counts is None:
+    if not request.counter or not table.has_counter or last.num_counts is None:
+        return 0
+    if table.own_counter is not None:
+        load_own(table.own_counter, table, last, ranks, disk)
         return 0
     with CountImport(table.group, table.index, request.merge) as importer:
         for ids, counts in counts_of_rank(table, last, ranks, disk):

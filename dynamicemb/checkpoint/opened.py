@@ -239,6 +239,17 @@ def check_crc(path: str, entry: FileEntry, disk: FileSystem) -> None:
     size = disk.size(path)
     if size != entry.size:
         raise CheckpointCorruptError(path, f"{entry.size} bytes", f"{size} bytes" if size >= 0 else "nothing")
+    crc = checksum(path, size, disk)
+    if crc != entry.crc32:
+        raise CheckpointCorruptError(path, f"CRC {entry.crc32:08x}", f"{crc:08x}")
+
+
+def checksum(path: str, size: int, disk: FileSystem) -> int:
+    """Return the CRC of a file of so many bytes.
+
+    Raises:
+        CheckpointCorruptError: it ends before.
+    """
     buffer = memoryview(bytearray(min(size, 2**22)))
     crc, offset = 0, 0
     file = disk.open(path)
@@ -246,13 +257,12 @@ def check_crc(path: str, entry: FileEntry, disk: FileSystem) -> None:
         while offset < size:
             number = disk.read(file, buffer[: size - offset], offset)
             if number == 0:
-                raise CheckpointCorruptError(path, f"{entry.size} bytes", f"{offset} bytes")
+                raise CheckpointCorruptError(path, f"{size} bytes", f"{offset} bytes")
             crc = zlib.crc32(buffer[:number], crc)
             offset += number
     finally:
         disk.close(file)
-    if crc != entry.crc32:
-        raise CheckpointCorruptError(path, f"CRC {entry.crc32:08x}", f"{crc:08x}")
+    return crc
 
 
 def _check_listing(root: str, manifest: Manifest, disk: FileSystem) -> None:

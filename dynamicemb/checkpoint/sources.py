@@ -16,6 +16,7 @@ from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.index import Index
 from dynamicemb.table.ownership import CONTINUOUS, owner_of
+from dynamicemb.types import Counter
 
 # A sharded collection lists the modules that hold its dynamic tables under this name, and under the other one how many
 # rows each table has over all ranks.
@@ -82,6 +83,17 @@ class Table:
     def counter(self) -> Index | None:
         """The index of the ids that are not admitted yet, if there is one of ours."""
         return None if self.group.admission is None else self.group.admission.counter
+
+    @property
+    def own_counter(self) -> Counter | None:
+        """The counter of such ids that the user wrote, if there is one."""
+        counter = self.options.admission_counter
+        return counter if isinstance(counter, Counter) else None
+
+    @property
+    def has_counter(self) -> bool:
+        """Whether there is either."""
+        return self.counter is not None or self.own_counter is not None
 
     @property
     def strategy(self) -> ScoreStrategy:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dynamicemb.checkpoint.format import COUNTER_FREQUENCIES, COUNTER_KEYS, KEYS, SCORES, TableEntry
+from dynamicemb.checkpoint.format import COUNTER_KEYS, KEYS, SCORES, TableEntry
 from dynamicemb.checkpoint.io import FileSystem
 from dynamicemb.checkpoint.opened import Stored, check_crc
 from dynamicemb.checkpoint.ranks import Ranks
@@ -59,7 +59,7 @@ def verify(tables: list[Table], stored: list[list[Stored]], ranks: Ranks, disk: 
                     if path.endswith(suffix):
                         check_crc(path, entry, disk)
                 owned += _check_keys(table, part, file_rank, ranks, disk)
-                _check_counts(part, file_rank, disk)
+                _check_counted(part, file_rank, disk)
                 if part.entry is None and isinstance(table.strategy, tuple) and part.num_columns:
                     newest = _newest(table, part, file_rank, disk)
                     found.newest[str(table)] = max(newest, found.newest.get(str(table), 0))
@@ -107,18 +107,13 @@ def _check_writer(path: str, ids: np.ndarray, stored: Stored, entry: TableEntry,
         raise CheckpointCorruptError(path, f"ids of rank {file_rank}", f"id {stray} of another one")
 
 
-def _check_counts(stored: Stored, file_rank: int, disk: FileSystem) -> None:
-    """Check the admission counts of one file of ours."""
+def _check_counted(stored: Stored, file_rank: int, disk: FileSystem) -> None:
+    """Check the ids of one of our files of admission counts."""
     if stored.entry is None or stored.num_counts is None:
         return
-    count = stored.num_counts[file_rank]
     path = stored.path(COUNTER_KEYS, file_rank)
-    for batch in _batches(disk, path, count):
+    for batch in _batches(disk, path, stored.num_counts[file_rank]):
         _check_writer(path, batch[:, 0], stored, stored.entry, file_rank)
-    path = stored.path(COUNTER_FREQUENCIES, file_rank)
-    for batch in _batches(disk, path, count):
-        if batch.min() < 1:
-            raise CheckpointCorruptError(path, "counts of at least 1", str(int(batch.min())))
 
 
 def _newest(table: Table, stored: Stored, file_rank: int, disk: FileSystem) -> int:
