@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
 PYTEST = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short"]
 # More processes than this wait for each other on one GPU, and each takes 500 MB of it.
-MOST_PROCESSES = 14
+MOST_PROCESSES = 24
 
 # What memcheck looks at, each in a process of its own: the suites that call the kernels directly, and whole steps; of a
 # suite what fits pytest's -k. Without torch's cache of memory nothing can be captured in a graph.
