@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from benchmarks.engines import Build, dynamic, dynamic_sgd, growing, grown, static
+from benchmarks.engines import Build, counting, dynamic, dynamic_sgd, growing, grown, plain, static
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Case:
         cold: every repetition is the first step of an empty table.
         dtype: ``fp32`` or ``bf16``, of weights, outputs and gradients.
         eager_target: on a GPU, the ratio that eager steps have to reach, or None.
+        policy: how our tables decide what they hold, see ``policies.table_options``.
         grows: in every repetition all tables, of ``rows`` ids each, double; the report has the time per id held.
         loop: time steps by the wall clock of a loop with one wait at the end, for steps that the host bounds.
     """
@@ -60,6 +61,7 @@ class Case:
     eager_target: float | None = None
     loop: bool = False
     grows: bool = False
+    policy: str = "lru"
 
     @property
     def batch_size(self) -> int:
@@ -95,6 +97,21 @@ _GROWTH: dict[str, Any] = {
     "note": "to the same step in tables that are large already",
 }
 
+
+def _policies(prefix: str, workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of cases that compare the policies, in full tables, with the plain one."""
+    cases: list[dict[str, Any]] = [
+        {"policy": policy, "baseline": plain, "note": "to the plain LRU step"}
+        for policy in ("lfu", "compound", "ttl", "admission", "chance", "deterministic")
+    ]
+    cases.append({"policy": "score_function", "baseline": counting, "note": "to the LFU step", "target": 1.3})
+    for case in cases:
+        if case["policy"] == "deterministic":
+            case["target"] = 1.5
+        case |= {"name": f"{prefix}_{case['policy']}", **workload}
+    return cases
+
+
 CPU_CASES = [
     Case("sgd_train", target=1.5),
     Case("eval", train=False, target=2.5),
@@ -110,6 +127,8 @@ CPU_CASES = [
     Case("batch_4096_eval", num_ids=4096, train=False),
     Case("batch_64_train", num_ids=60, bag_length=3),
     Case("batch_64_eval", num_ids=60, bag_length=3, train=False),
+    # The CPU is always deterministic.
+    *(Case(**case) for case in _policies("full", {"new_share": 0.1}) if case["policy"] != "deterministic"),
     Case("growth", tables=1, rows=1 << 19, new_share=0.1, num_ids=4096, capacity=1 << 21, **_GROWTH),
 ]
 
@@ -162,6 +181,7 @@ GPU_CASES = [
     workload_a("a_sum_rowwise_adagrad_train", **_SUM, optimizer="exact_row_wise_adagrad"),
     workload_a("a_sum_eval", **_SUM, **_EVAL),
     workload_a("a_growth", tables=1, rows=1 << 22, capacity=1 << 24, new_share=0.1, num_ids=4096, **_GROWTH),
+    *(workload_a(**case) for case in _policies("a_full", {"capacity": 0, "population": 40_000_000})),
     workload_a("small_train", **_SMALL),
     workload_a("small_eval", **_SMALL, **_EVAL),
     workload_a("small_sum_train", **_SMALL, **_SUM),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from benchmarks.policies import THRESHOLD, in_force, table_options
 from benchmarks.workloads import DTYPES, Batch, batches
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.capacity import DEFAULT_BUCKET_CAPACITY
@@ -71,13 +72,23 @@ def dynamic(case: "Case") -> Engine:
     else:
         residents = [every[module.contains(name, every)] for name in module.table_names]
     module.train(case.train)
-    step = functools.partial(_step, module, "ids", case.train)
+    step = functools.partial(_step_by, case.policy, module, case.train)
     return Engine("dynamicemb", step, residents, module.memory_usage(), module)
 
 
 def dynamic_sgd(case: "Case") -> Engine:
     """Build our tables with SGD, whatever the case trains with."""
     return replace(dynamic(replace(case, optimizer="exact_sgd")), name="dynamicemb SGD")
+
+
+def plain(case: "Case") -> Engine:
+    """Build our tables with default options, whatever the case's policy."""
+    return replace(dynamic(replace(case, policy="lru")), name="dynamicemb LRU")
+
+
+def counting(case: "Case") -> Engine:
+    """Build our tables with LFU scores, whatever the case's policy."""
+    return replace(dynamic(replace(case, policy="lfu")), name="dynamicemb LFU")
 
 
 def growing(case: "Case") -> Engine:
@@ -153,6 +164,7 @@ def _tables(case: "Case", slots: int | None = None) -> BatchedDynamicEmbeddingTa
                 embedding_dtype=dtype,
                 # A case says how full its tables are: no slots to spare.
                 bucket_capacity=DEFAULT_BUCKET_CAPACITY,
+                **table_options(case.policy, case.rows),
             )
             for _ in range(case.tables)
         ],
@@ -162,6 +174,11 @@ def _tables(case: "Case", slots: int | None = None) -> BatchedDynamicEmbeddingTa
         learning_rate=LEARNING_RATE,
         device=case.device,
     )
+
+
+def _step_by(policy: str, module: torch.nn.Module, train: bool, batch: Batch) -> None:
+    with in_force(policy):
+        _step(module, "ids", train, batch)
 
 
 def _step(module: torch.nn.Module, source: str, train: bool, batch: Batch) -> None:
@@ -200,8 +217,10 @@ def not_prepared(batch: Batch) -> None:
 def _fill(module: BatchedDynamicEmbeddingTablesV2, case: "Case") -> None:
     """Insert ids 0..rows-1 into every table; the last ones, which are the lowest, win where a bucket is full."""
     count = max(1, _FILL_IDS[case.device] // case.tables)
+    # So often that admission by count lets every id in.
+    ends = [end for end in range(case.rows, 0, -count) for _ in range(THRESHOLD if case.policy == "admission" else 1)]
     with torch.no_grad():
-        for end in range(case.rows, 0, -count):
+        for end in ends:
             ids = torch.arange(max(0, end - count), end, device=case.device)
             offsets = torch.arange(case.tables + 1, device=case.device) * ids.numel()
             module(ids.repeat(case.tables), offsets)

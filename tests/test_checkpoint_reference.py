@@ -167,10 +167,16 @@ def test_c24_our_dump_without_its_manifest_obeys_the_reference_format(
             assert (ages > 0).all() and len(set(ages + scores[:, 0])) == 1 and len(set(ages)) > 1
         else:
             np.testing.assert_array_equal(stored["scores"], scores)
-    # And it loads as a dump of the reference does.
+    check_that_it_loads(module, tables, tmp_path / "d", columns)
+
+
+def check_that_it_loads(
+    module: BatchedDynamicEmbeddingTablesV2, tables: list[DynamicEmbTableOptions], folder: Path, columns: int
+) -> None:
+    """Load a dump of ``module`` without a manifest as one of the reference."""
     copy = BatchedDynamicEmbeddingTablesV2(tables, list(DIMS), optimizer="adam", seed=2, device="cpu")
     begin = time.time_ns()
-    load_quietly(copy, tmp_path / "d", optim=True)
+    load_quietly(copy, folder, optim=True)
     for table in DIMS:
         before, after = records(module, table), records(copy, table)
         assert without_scores(before) == without_scores(after)

@@ -12,7 +12,7 @@ from tests.conftest import reason_to_skip
 from tests.machine import TableMachine
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
-EXAMPLES = {"cpu": (300, 50), "interpret": (20, 10), "cuda": (38, 50)}
+EXAMPLES = {"cpu": (300, 50), "interpret": (8, 10), "cuda": (38, 50)}
 # A GPU waits for the host at every look into a table: eight processes share the 300 examples.
 CUDA_PARTS = 8
 

@@ -16,7 +16,7 @@ from dynamicemb import DynamicEmbTableOptions
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.score_function import translate
 from dynamicemb.table.cpu.score_function import compile_score, rank
-from dynamicemb.table.index import EVICTED, NOW
+from dynamicemb.table.index import EVICTED, NOW, SEEN
 from dynamicemb.table.reference import ReferenceTable, mixed
 from dynamicemb.table.scores import SCORE_COMPOUND
 from dynamicemb.table.triton.score_function import compile_score as compile_for_gpu
@@ -281,7 +281,7 @@ def test_c10_random_batches_evict_as_the_oracle_ranks(backend: str) -> None:
     num_evicted = by_function = 0
     for _ in range(60 if backend == "cpu" else 8):
         # A step in which half a second has passed.
-        group.index.clock[NOW] += int(rng.integers(1, 10**9))
+        group.index.clock[[NOW, SEEN]] += int(rng.integers(1, 10**9))
         sizes = [int(rng.integers(10, 40)), int(rng.integers(5, 20))]
         ids = [rng.integers(0, 70, n) ** 2 // 70 for n in sizes]
         step = group.begin_step()

@@ -10,7 +10,7 @@ import torch
 from dynamicemb.table import cpu
 from dynamicemb.table import triton as triton_kernels
 from dynamicemb.table.counter import Newcomers
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, STEP, Index
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.scores import (
@@ -341,7 +341,7 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
         twins.cpu.kernels.advance(twins.cpu.index, 0)
         expected, _ = twins.cpu.lookup(batch, table_ranges.cpu(), None)
         assert torch.equal(rows.cpu(), expected)
-        twins.gpu.index.clock[NOW] = twins.cpu.index.clock[NOW]
+        twins.gpu.index.clock[[NOW, SEEN]] = twins.cpu.index.clock[[NOW, SEEN]].to(twins.gpu.index.clock.device)
         twins.assert_equal()
 
 

@@ -9,7 +9,7 @@ import torch
 from dynamicemb.table import cpu
 from dynamicemb.table import triton as gpu
 from dynamicemb.table.counter import Newcomers
-from dynamicemb.table.index import NOW, Index
+from dynamicemb.table.index import NOW, SEEN, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.results import InsertResult
@@ -95,7 +95,7 @@ class Twins:
         self.gpu.kernels.advance(self.gpu.index, lag)
         # Two clocks: whatever else an advance does must agree, the times are made to.
         ours = self.gpu.index.clock.cpu()
-        ours[NOW] = self.cpu.index.clock[NOW]
+        ours[[NOW, SEEN]] = self.cpu.index.clock[[NOW, SEEN]]
         assert torch.equal(ours, self.cpu.index.clock)
         self.gpu.index.clock.copy_(self.cpu.index.clock)
         self.gpu.index.score_values.copy_(self.cpu.index.score_values)

@@ -303,6 +303,29 @@ def _stamp(stamp_ptr, victim_stamp_ptr, now, placed, full):
 
 
 @triton.jit
+def _take(
+    arrays, events, slot, entry, victim, victim_score, placed, full, STAMPS: tl.constexpr, EXPIRES: tl.constexpr
+):  # fmt: skip
+    """Give a leader that is placed its slot; note the outcome, and the victim where no slot was free.
+
+    ``arrays`` are those of the index, ``events`` where the victim's id, score and stamp and the outcome go, ``entry``
+    the leader's id, digest, score, tag and stamp.
+    """
+    keys_ptr, digests_ptr, scores_ptr, tags_ptr, stamps_ptr = arrays
+    key, digest, score, tag, now = entry
+    tl.store(events[0], victim, mask=placed & full)
+    tl.store(events[1], victim_score, mask=placed & full)
+    outcome = tl.where(placed, tl.where(full, _EVICTED, _INSERTED), _FAILED)
+    if EXPIRES:
+        before = tl.load(digests_ptr + slot, mask=placed, other=0)
+        outcome = tl.where((outcome == _INSERTED) & (before > 1), _EXPIRED, outcome)
+    tl.store(events[3], outcome)
+    if STAMPS:
+        _stamp(stamps_ptr + slot, events[2], now, placed, full)
+    _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, slot, key, digest, score, tag, placed)
+
+
+@triton.jit
 def _insert_kernel(
     keys_ptr,
     digests_ptr,
@@ -339,15 +362,11 @@ def _insert_kernel(
     OLDEST_INDEX: tl.constexpr,
     FUNCTION: tl.constexpr,
 ):
-    step = tl.load(clock_ptr + STEP_INDEX).to(tl.int32)
-    oldest = tl.load(clock_ptr + OLDEST_INDEX).to(tl.int32)
-    now = oldest
+    step, oldest = tl.load(clock_ptr + STEP_INDEX).to(tl.int32), tl.load(clock_ptr + OLDEST_INDEX).to(tl.int32)
+    now = tl.load(clock_ptr + NOW_INDEX)
     since = tl.full([], 0, tl.int64)
-    if STAMPS:
-        now = tl.load(clock_ptr + NOW_INDEX)
     num_lists = tl.load(counts_ptr + 1) + 1
-    stride = tl.num_programs(0)
-    lane = tl.arange(0, TILE)
+    stride, lane = tl.num_programs(0), tl.arange(0, TILE)
     # The first leader of the next list, and what is needed of the next leader, are under way early.
     q = tl.program_id(0)
     k = _head(heads_ptr, work_ptr, q, num_lists)
@@ -363,15 +382,19 @@ def _insert_kernel(
         h = mix(key)
         start = group_of(h, BUCKET // 16).to(tl.int32) * 16
         base = bucket.to(tl.int64) * BUCKET
+        table = tl.load(leader_tables_ptr + k)
+        wanted = True
         if EXPIRES:
-            since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + tl.load(leader_tables_ptr + k))
+            since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + table)
+            wanted = tl.load(leader_rows_ptr + k) < 0
         # What this program wrote to the bucket before is there to be read.
         tl.debug_barrier()
         if (TILE >= BUCKET) & (bucket != held):
-            digest = _digests(digests_ptr, tags_ptr, stamps_ptr, base + lane, lane < BUCKET, oldest, since, EXPIRES)
+            place = base + lane
+            digest = _digests(digests_ptr, tags_ptr, stamps_ptr, place, lane < BUCKET, oldest, since, EXPIRES)
             # Full buckets come together: where the last one needed tags and scores, this one is taken to do so too.
             tag, score = _tags_and_scores(
-                tags_ptr, scores_ptr, stamps_ptr, base + lane, lane < crowded * BUCKET, now, FUNCTION
+                tags_ptr, scores_ptr, stamps_ptr, place, lane < crowded * BUCKET, now, FUNCTION
             )
             known, held = crowded, bucket
         ends = following < 0
@@ -380,34 +403,22 @@ def _insert_kernel(
         if ends:
             q += stride
             upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
-        table = tl.load(leader_tables_ptr + k)
         entry_ptr = out_ptr + tl.load(positions_ptr + k)
-        wanted = True
-        if EXPIRES:
-            wanted = tl.load(leader_rows_ptr + k) < 0
         if wanted:
             slot, full, victim, victim_score, tag, score, known, crowded = _choose_slot(
                 keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base,
                 start, oldest, since, now, BUCKET, TILE, EXPIRES, FUNCTION,
             )  # fmt: skip
             placed = slot < BUCKET
-            tl.store(victim_ids_ptr + k, victim, mask=placed & full)
-            tl.store(victim_scores_ptr + k, victim_score, mask=placed & full)
-            row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
             new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
-            outcome = tl.where(placed, tl.where(full, _EVICTED, _INSERTED), _FAILED)
-            if EXPIRES:
-                before = tl.load(digests_ptr + base + slot, mask=placed, other=0)
-                outcome = tl.where((outcome == _INSERTED) & (before > 1), _EXPIRED, outcome)
-            if STAMPS:
-                _stamp(stamps_ptr + base + slot, victim_stamps_ptr + k, now, placed, full)
-            _occupy(
-                keys_ptr, digests_ptr, scores_ptr, tags_ptr, base + slot, key, digest_of(h), new_score, step, placed
-            )
+            events = (victim_ids_ptr + k, victim_scores_ptr + k, victim_stamps_ptr + k, outcomes_ptr + k)
+            arrays = (keys_ptr, digests_ptr, scores_ptr, tags_ptr, stamps_ptr)
+            entry = (key, digest_of(h), new_score, step, now)
+            _take(arrays, events, base + slot, entry, victim, victim_score, placed, full, STAMPS, EXPIRES)
+            row = tl.load(rows_ptr + base + slot, mask=placed, other=-1)
             mine = placed & (lane == slot)
             digest = tl.where(mine, digest_of(h), digest)
             tag = tl.where(mine, step, tag)
             tl.store(entry_ptr, row)
             tl.store(leader_rows_ptr + k, row)
-            tl.store(outcomes_ptr + k, outcome)
         k, key, bucket, following = successor, next_key, next_bucket, next_following
