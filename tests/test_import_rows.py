@@ -87,6 +87,41 @@ def test_c08_replaced_ids_are_gone_and_kept_ones_stay(backend: str, tensors_on_d
     group.check_invariants()
 
 
+def test_c23_an_id_that_is_there_competes_with_the_score_that_comes(backend: str, tensors_on_device: None) -> None:
+    group = make_group(backend, [16], strategy=SCORE_LFU)
+    ids = torch.arange(16)
+    with RowImport(group, 0, False, 16, 0.0) as importer:
+        importer.add(ids, rows_of(ids), None, [torch.where(ids == 0, 1, ids + 10)])
+    # Id 0 is the weakest, and in the same batch as the newcomers: it comes with the highest score.
+    more = torch.tensor([100, 0, 101])
+    with RowImport(group, 0, True, 3, 0.0) as importer:
+        importer.add(more, rows_of(more) + 1, None, [torch.tensor([50, 99, 51])])
+    assert importer.num_lost == 2 and importer.num_repeated == 1
+    found = held(group, 0)
+    assert found.keys() == {0, 100, 101, *range(3, 16)}
+    for key, score in ((100, 50), (0, 99), (101, 51)):
+        assert found[key] == ((rows_of(torch.tensor([key])) + 1)[0].tolist(), (score,))
+    group.check_invariants()
+
+
+def test_c14_an_import_that_cannot_begin_leaves_no_step(
+    backend: str, tensors_on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(backend, [32])
+
+    def fail(importer: RowImport) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowImport, "_look", fail)
+        with pytest.raises(MemoryError) as caught, RowImport(group, 0, False, 1, 0.0):
+            pass
+    # The error, which holds the import, lives on.
+    with RowImport(group, 0, False, 1, 0.0):
+        pass
+    assert caught.value is not None
+
+
 def test_c14_an_outstanding_step_refuses_an_import(backend: str, tensors_on_device: None) -> None:
     group = make_group(backend, [32])
     step = group.begin_step()

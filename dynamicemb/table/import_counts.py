@@ -9,6 +9,7 @@ from dynamicemb.table.import_rows import check_importable, clear_counts
 from dynamicemb.table.index import HITS, MISSES
 from dynamicemb.table.room import Room, last_of_each
 from dynamicemb.table.scores import MAX_SCORE
+from dynamicemb.table.steps import Step
 
 
 class CountImport:
@@ -38,6 +39,7 @@ class CountImport:
         self._counter = admission.counter
         self._table = table
         self._keep = keep
+        self._step: Step | None = None
 
     def __enter__(self) -> "CountImport":
         group, counter = self._group, self._counter
@@ -52,6 +54,8 @@ class CountImport:
             self._room = Room(counter, self._table, lambda slots: [counter.scores[slots]], _ranks)
             self._counts = counter.counters[self._table, [HITS, MISSES]].clone()
         except BaseException:
+            if self._step is not None:
+                self._step.finish()
             group.lock.release()
             raise
         return self
@@ -63,6 +67,7 @@ class CountImport:
             self._counter.counters[self._table, [HITS, MISSES]] = self._counts
             assert group.admission_reader is not None
             group.admission_reader.wait()
+            assert self._step is not None
             self._step.finish()
         finally:
             group.lock.release()

@@ -14,6 +14,7 @@ from dynamicemb.table.initializers import table_key
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED, FIRST_DIGEST
 from dynamicemb.table.room import Room, last_of_each
 from dynamicemb.table.scores import SCORE_COMPOUND
+from dynamicemb.table.steps import Step
 
 
 def check_importable(group: TableGroup) -> None:
@@ -62,6 +63,7 @@ class RowImport:
         self._keep = keep
         self._num_ids = num_ids
         self._initial = initial_state
+        self._step: Step | None = None
 
     def __enter__(self) -> "RowImport":
         group = self._group
@@ -81,6 +83,8 @@ class RowImport:
             self._room = Room(group.index, self._table, lambda slots: group.scores(self._table, slots), self._ranks)
             self._counts = group.index.counters[self._table, [HITS, MISSES]].clone()
         except BaseException:
+            if self._step is not None:
+                self._step.finish()
             group.lock.release()
             raise
         return self
@@ -92,6 +96,7 @@ class RowImport:
             group.index.counters[self._table, [HITS, MISSES]] = self._counts
             group.epoch += 1
             _read_counters(group)
+            assert self._step is not None
             self._step.finish()
         finally:
             del self._slot_index, self._room
