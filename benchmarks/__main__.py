@@ -96,7 +96,8 @@ def _run(args: argparse.Namespace, cases: list[Case], path: Path, console: Conso
             line = run_case(case.shrink(args.max_rows, args.max_ids), effort)
         except Exception as error:
             line = {"case": case.name, "error": describe_error(error)}
-        lines.append({**machine, **line})
+        # The report rounds what the file has, so that it is the same when it is made from the file.
+        lines.append(report.rounded({**machine, **line}))
         report.append_json(lines[-1:], path)
         console.print(report.one_line(line), markup=False, soft_wrap=True)
     return lines

@@ -165,7 +165,7 @@ def append_json(lines: list[Line], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for line in lines:
-            file.write(json.dumps(_rounded(line)) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def read_json(path: Path, cases: list[str]) -> list[Line]:
@@ -174,10 +174,10 @@ def read_json(path: Path, cases: list[str]) -> list[Line]:
     return [last[case] for case in cases if case in last]
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Round floats to 5 significant digits, inside of lists and dicts too."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value

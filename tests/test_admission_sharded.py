@@ -131,7 +131,7 @@ def test_c12_rejected_ids_read_their_first_values_on_every_rank(ranks: RankPool,
 def test_c20_the_planner_counts_the_counter_and_staged_rows() -> None:
     table = admitting(2, counter=1000, embedding_dtype=torch.float32)
     plain = options(embedding_dtype=torch.float32)
-    ours, theirs = (table_memory("a", option, EmbOptimType.EXACT_SGD, 100, "cpu") for option in (table, plain))
+    ours, theirs = (table_memory("a", option, EmbOptimType.EXACT_SGD, 100, "cpu", 256) for option in (table, plain))
     counter = make_module([table], device="cpu").memory_usage()["counter"]
     assert ours.index_bytes - theirs.index_bytes == 25 * 1008 <= counter <= 25 * 1008 + 1024
     assert ours.scratch_bytes - theirs.scratch_bytes >= 100 * 16
