@@ -111,7 +111,12 @@ class TableMachine(RuleBasedStateMachine):
         self.initializers = InitializerTable.create([UNIFORM] * 2, ["a", "b"], 3, torch.device("cpu"))
         self.oracles = [
             ReferenceTable(
-                c // 16, 16, strategies[t], lambda key, t=t: self.new_row(t, key), function and rank, self.judge(t)
+                c // 16,
+                16,
+                strategies[t],
+                lambda key, t=t: self.new_row(t, key),
+                function and rank,
+                judge=self.judge(t),
             )
             for t, c in enumerate(self.capacities)
         ]
