@@ -26,19 +26,19 @@ from tests.test_admission_machine import CountingMachine, drawn
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 EXAMPLES = {"cpu": (50, 50), "interpret": (10, 8), "cuda": (38, 50)}
-# Each of a seed of its own.
-PARTS = {"cpu": 6, "cuda": 8}
+# Each of a seed of its own; four on the CPU, which `make test` has time for.
+PARTS = {"cpu": 4, "cuda": 8}
 # Later than any clock, so that time passes only where a rule says so.
 LATE = 4 * 10**18
 TTL = 10**8
 # Where also a score function and a time to live are possible.
 EXPIRING = [[SCORE_COMPOUND, SCORE_COMPOUND], [SCORE_TIMESTAMP, SCORE_COMPOUND], [SCORE_TIMESTAMP, SCORE_TIMESTAMP]]
-LOAD_FACTOR = 0.75
 
 
 class OptionsMachine(CountingMachine):
     """Draws the options too."""
 
+    load_factor = 0.75
     fixed_examples = 0
     evicting_fixed_examples = 0
     growing_examples = 0
@@ -76,7 +76,7 @@ class OptionsMachine(CountingMachine):
             oracle.now, oracle.oldest = LATE, 0
         # Of buckets, as ``ReferenceTable.factor_for`` takes it; None where a table does not grow.
         self.limits: list[tuple[float, int | None] | None] = [
-            (LOAD_FACTOR, None if strategy == SCORE_NO_EVICTION else 2 * self.capacities[t] // 16)
+            (self.load_factor, None if strategy == SCORE_NO_EVICTION else 2 * self.capacities[t] // 16)
             if "init_capacity" in self.table_options(t)
             else None
             for t, strategy in enumerate(strategies)
@@ -91,9 +91,9 @@ class OptionsMachine(CountingMachine):
         capacity = self.capacities[table]
         options: dict[str, Any] = {"max_capacity": capacity}
         if self.strategies[table] == SCORE_NO_EVICTION:
-            options = {"init_capacity": capacity, "max_load_factor": LOAD_FACTOR}
+            options = {"init_capacity": capacity, "max_load_factor": self.load_factor}
         elif self.grows[table]:
-            options = {"init_capacity": 16, "max_capacity": 2 * capacity, "max_load_factor": LOAD_FACTOR}
+            options = {"init_capacity": 16, "max_capacity": 2 * capacity, "max_load_factor": self.load_factor}
         ttl = self.ttl(table)
         return options if ttl is None else {**options, "ttl": ttl / 1e9}
 
@@ -249,7 +249,7 @@ class OptionsMachine(CountingMachine):
 def run(backend: str, part: int = 0) -> None:
     if reason := reason_to_skip(backend):
         pytest.skip(f"{backend}: {reason}")
-    small = {"capacities": (16, 16), "bag_size": 2, "batch_size": 1, "most_warm_up": 2}
+    small = {"capacities": (16, 16), "bag_size": 2, "batch_size": 1, "most_warm_up": 2, "load_factor": 0.25}
     sizes = small if backend == "interpret" else {"most_warm_up": 12}
     kind = type("Machine", (OptionsMachine,), {"backend": backend, "examples": 0, **sizes})
     examples, steps = EXAMPLES[backend]
