@@ -5,11 +5,8 @@ import torch
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
-
 from tests.conftest import reason_to_skip
-from tests.machine import TableMachine
+from tests.machine import TableMachine, explore
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 EXAMPLES = {"cpu": (300, 50), "interpret": (8, 10), "cuda": (38, 50)}
@@ -25,18 +22,7 @@ def run(backend: str, part: int = 0) -> None:
     sizes = {"interpret": small, "cuda": {"least_warm_up": 4}}.get(backend, {})
     machine = type("Machine", (TableMachine,), {"backend": backend, "examples": 0, "evicting_examples": 0, **sizes})
     examples, steps = EXAMPLES[backend]
-    run_state_machine_as_test(
-        seed(part)(machine),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=False,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert machine.examples >= examples
+    explore(machine, examples, steps, part)
     if backend != "interpret":
         assert machine.evicting_examples >= 0.9 * machine.examples
         assert machine.failing_examples > 0

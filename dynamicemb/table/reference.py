@@ -39,10 +39,10 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """Resident ids, and the last steps of erased ids, whose slots stay taken while those steps are outstanding."""
+    """Resident ids, and erased ids with their last steps: their slots stay taken while those steps are outstanding."""
 
     entries: dict[int, Entry] = field(default_factory=dict)
-    ghosts: list[int] = field(default_factory=list)
+    ghosts: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Rejected(Entry):
@@ -91,6 +91,11 @@ class ReferenceCounter:
                 self.counts["evicted"] += 1
             bucket[key] = amounts[key]
         return admitted
+
+    def forget(self, keys: list[int]) -> None:
+        """Forget ids that got their row without being asked about."""
+        for key in keys:
+            self._bucket(key).pop(key, None)
 
     def _bucket(self, key: int) -> dict[int, int]:
         return self.buckets[(mixed(key) >> 20) % len(self.buckets)]
@@ -171,7 +176,14 @@ class ReferenceTable:
         return len(gone)
 
     def lookup(
-        self, keys: list[int], frequencies: list[int] | None, value: int, tag: int, oldest: int, now: int = 0
+        self,
+        keys: list[int],
+        frequencies: list[int] | None,
+        value: int,
+        tag: int,
+        oldest: int,
+        now: int = 0,
+        admit_all: bool = False,
     ) -> tuple[list[Entry | None], list[tuple[int, Entry]]]:
         """Look up and insert a batch as one training step.
 
@@ -182,6 +194,7 @@ class ReferenceTable:
             tag: number of this step.
             oldest: ids touched by this step or later ones are protected.
             now: time of this step.
+            admit_all: an import, which gives every new id a row.
 
         Returns:
             The entry of every occurrence (None where it failed, ``Rejected`` where it was not admitted) and what was
@@ -196,7 +209,7 @@ class ReferenceTable:
                 self._touch(entry, self._next_score(entry, amount, value), tag, now)
         evicted: list[tuple[int, Entry]] = []
         missing = [(key, amount) for key, amount, entry in zip(keys, amounts, found, strict=True) if entry is None]
-        before = self._admit(missing, tag)
+        before = self._admit(missing, tag, admit_all)
         for key in before:
             # An expired id that returns has its own slot still, which is free for it and for no other.
             if key in self.bucket(key).entries:
@@ -222,14 +235,62 @@ class ReferenceTable:
             found[i] = entry
         return found, evicted
 
+    def may_fail(self, keys: list[int], oldest: int) -> bool:
+        """Return whether ids of a batch may find no place, if those of step ``oldest`` and later ones are protected."""
+        for bucket in self.buckets:
+            wanted = {key for key in keys if self.bucket(key) is bucket}
+            wanted |= {key for key, entry in bucket.entries.items() if entry.tag >= oldest}
+            if len(wanted) + sum(tag >= oldest for _, tag in bucket.ghosts) > self.bucket_capacity:
+                return True
+        return False
+
+    def factor_for(self, keys: list[int], places: int, limits: tuple[float, int | None], oldest: int) -> int:
+        """Return by which power of two the table must grow before a batch.
+
+        Args:
+            keys: the ids, with repetitions.
+            places: how many places are taken.
+            limits: share of taken places beyond which it grows, and how many buckets it may have; None is no limit, and
+                then it also grows rather than fill a bucket.
+            oldest: ids touched by this step or later ones are protected.
+        """
+        load_factor, most = limits
+        new = {key for key in keys if self.get(key) is None}
+        factor = 1
+        while most is None or factor * len(self.buckets) < most:
+            number = factor * len(self.buckets)
+            full = places + len(new) > load_factor * number * self.bucket_capacity
+            if not full and (most is not None or self._all_fit(new, number, oldest)):
+                break
+            factor *= 2
+        return factor
+
+    def _all_fit(self, new: set[int], number: int, oldest: int) -> bool:
+        taken = [*new, *(key for bucket in self.buckets for key in bucket.entries)]
+        taken += [key for bucket in self.buckets for key, tag in bucket.ghosts if tag >= oldest]
+        wanted = [0] * number
+        for key in taken:
+            wanted[(mixed(key) >> 20) % number] += 1
+        return max(wanted) <= self.bucket_capacity
+
+    def grow(self, factor: int) -> None:
+        """Multiply the number of buckets; nothing is lost."""
+        old = self.buckets
+        self.buckets = [Bucket() for _ in range(factor * len(old))]
+        for bucket in old:
+            for key, entry in bucket.entries.items():
+                self.bucket(key).entries[key] = entry
+            for key, tag in bucket.ghosts:
+                self.bucket(key).ghosts.append((key, tag))
+
     def _next_score(self, entry: Entry, amount: int, value: int) -> int:
         if self.keeps_scores:
             return entry.score
         return entry.score + amount if self.counts_occurrences else value
 
-    def _admit(self, missing: list[tuple[int, int]], tag: int) -> dict[int, int]:
+    def _admit(self, missing: list[tuple[int, int]], tag: int, admit_all: bool) -> dict[int, int]:
         """Return the missing ids that get a row, and how often each occurred before this lookup."""
-        if self.judge is None:
+        if self.judge is None or admit_all:
             return dict.fromkeys((key for key, _ in missing), 0)
         sums: dict[int, int] = {}
         for key, amount in missing:
@@ -249,7 +310,7 @@ class ReferenceTable:
     def _place(self, key: int, oldest: int, now: int, evicted: list[tuple[int, Entry]]) -> Entry | None:
         bucket = self.bucket(key)
         # Erased slots whose steps are over are as good as empty.
-        bucket.ghosts = [tag for tag in bucket.ghosts if tag >= oldest]
+        bucket.ghosts = [(k, tag) for k, tag in bucket.ghosts if tag >= oldest]
         if len(bucket.entries) + len(bucket.ghosts) >= self.bucket_capacity:
             candidates = [(self._ranked(e, now), mixed(k), k) for k, e in bucket.entries.items() if e.tag < oldest]
             if not candidates:
@@ -274,7 +335,7 @@ class ReferenceTable:
             entry = self.get(key)
             if entry is not None:
                 del bucket.entries[key]
-                bucket.ghosts.append(entry.tag)
+                bucket.ghosts.append((key, entry.tag))
                 count += 1
         self.counts["erased"] += count
         return count
