@@ -51,7 +51,7 @@ def counts_of(module: Any, table: int = 0) -> dict[int, int]:
 
 
 def holds(module: Any, ids: list[int], table: str = "a") -> list[bool]:
-    return module.contains(table, torch.tensor(ids)).tolist()
+    return module.contains(table, torch.tensor(ids, device=module.tables.device)).tolist()
 
 
 def by_chance(probability: float, **more: Any) -> DynamicEmbTableOptions:

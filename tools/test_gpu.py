@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
 PYTEST = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short"]
 # More processes than this wait for each other on one GPU, and each takes 500 MB of it.
-MOST_PROCESSES = 24
+MOST_PROCESSES = 14
 
 # What memcheck looks at, each in a process of its own: the suites that call the kernels directly, and whole steps; of a
 # suite what fits pytest's -k. Without torch's cache of memory nothing can be captured in a graph.
@@ -108,6 +108,8 @@ def run_all(options: list[str]) -> dict[str, Suite]:
         for name, suite in sorted(suites.items()):
             if not suite.failed:
                 print(suite.line(name), flush=True)
+        # Said at once: a second run may pass, or never end.
+        print(*re.findall(r"^(?:FAILED|ERROR) .*", run.stdout, re.MULTILINE), sep="\n", flush=True)
         alone = [f"tests/{name}.py" for name, suite in sorted(suites.items()) if suite.failed]
     else:
         suites, alone = {}, files
