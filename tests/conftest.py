@@ -157,7 +157,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    drop_stale_kernels()
+    if not hasattr(config, "workerinput"):
+        drop_stale_kernels()
     if HAS_TRITON and INTERPRETED:
         triton.runtime.interpreter.inspect = InspectOnce()
-    config.pluginmanager.register(ExecutedTests(config.getoption("--min-tests")), "executed-tests")
+    # Spread over processes, the one that started them sees all reports.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ExecutedTests(config.getoption("--min-tests")), "executed-tests")
