@@ -20,6 +20,9 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
+# Tests run in two processes; empty for an image without pytest-xdist.
+SPREAD ?= -n 2 --dist worksteal
+
 # torch and numba have thread pools of their own. A pool that spins at its barriers takes the cores from the other one.
 export OMP_WAIT_POLICY ?= passive
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -44,7 +47,7 @@ demo: $(READY) ## train the MovieLens example on two CPU processes
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 examples/movielens.py
 
 test: $(READY) ## run all tests that need no GPU
-	$(PY) -m pytest tests -m "not cuda" --min-tests=$(MIN_TESTS)
+	$(PY) -m pytest tests -m "not cuda" --min-tests=$(MIN_TESTS) $(SPREAD)
 
 test-gpu: $(READY) ## run the CUDA tests, one line per suite
 	$(PY) tools/test_gpu.py
