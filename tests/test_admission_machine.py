@@ -7,15 +7,14 @@ import torch
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, seed, settings
-from hypothesis.stateful import invariant, run_state_machine_as_test
+from hypothesis.stateful import invariant
 
 from dynamicemb import FrequencyAdmissionStrategy, KVCounter, ProbabilityAdmissionStrategy
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.reference import Judge, ReferenceCounter
 from tests.conftest import reason_to_skip
-from tests.machine import TableMachine
+from tests.machine import TableMachine, explore
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 EXAMPLES = {"cpu": (16, 40), "interpret": (4, 6), "cuda": (20, 40)}
@@ -104,18 +103,7 @@ def run(backend: str, kind: type[TableMachine]) -> None:
     sizes = small if backend == "interpret" else {}
     machine = type("Machine", (kind,), {"backend": backend, "examples": 0, **sizes})
     examples, steps = EXAMPLES[backend]
-    run_state_machine_as_test(
-        seed(0)(machine),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=False,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert machine.examples >= examples
+    explore(machine, examples, steps)
     assert machine.rejecting_examples >= 0.5 * examples
     if backend != "interpret":
         assert machine.evicting_examples > 0
