@@ -21,13 +21,14 @@ class KVCounter:
 
     Attributes:
         capacity: ids on this rank at most, rounded up to whole buckets.
-        bucket_capacity: ids that compete with each other, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket.
-            The counters of one module must agree.
+        bucket_capacity: ids that compete with each other, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket;
+            the time to find the lowest count grows with it. None is 128, with places to spare in a small counter as in
+            a small table. The counters of one module must agree.
         key_type: int64 or uint64, which are the same 64 bits here.
     """
 
     capacity: int
-    bucket_capacity: int = 1024
+    bucket_capacity: int | None = None
     key_type: torch.dtype = torch.int64
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from dynamicemb import (
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.plan import InsertPlan
+from dynamicemb.table.staging import Stage
+from dynamicemb.table.triton.rows import row_shape
 from tests.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
 from tests.lookups import (
     MEAN,
@@ -480,3 +482,10 @@ def test_contents_are_reproducible() -> None:
         return contents(module)
 
     assert run() == run()
+
+
+def test_kernels_know_the_rows_of_a_lookup_as_those_of_the_tables() -> None:
+    group = module_on("cpu", admitting(2)).tables
+    view = Stage.allocate(group.store, 40).store
+    assert view is not group.store
+    assert row_shape(view) is row_shape(view) is row_shape(group.store)

@@ -215,7 +215,8 @@ def test_c27_frequencies_without_effect_are_refused() -> None:
 
 
 def test_counters_are_rounded_up_to_whole_buckets() -> None:
-    assert KVCounter(1).layout() == (1, 1024) and KVCounter(33, 16).layout() == (3, 16)
+    assert KVCounter(1).layout() == (1, 128) and KVCounter(33, 16).layout() == (3, 16)
+    assert KVCounter(1024).layout() == (12, 128) and KVCounter(10**6).layout() == (7813, 128)
     assert KVCounter(33, MAX_BUCKET_CAPACITY).layout() == (1, 48)
 
 

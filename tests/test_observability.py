@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dynamicemb import DynamicEmbScoreStrategy
+from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbCheckMode
 from dynamicemb.table.index import INSERTED, MISSES
 from dynamicemb.table.layout import locate
@@ -39,10 +40,7 @@ def test_stats_without_waiting_are_those_with(backend: str) -> None:
         module.erase("b", torch.tensor(ids[1][:7]))
         module.insert("a", torch.arange(50 * number, 50 * number + 3), torch.zeros(3, 4))
     expected = module.stats()
-    module.stats(wait=False)
-    if backend == "cuda":
-        torch.cuda.synchronize()
-    assert module.stats(wait=False) == expected
+    assert arrived_stats(module) == expected
     assert all(expected["a"][name] > 0 for name in ("hits", "misses", "inserted", "evicted"))
     assert expected["b"]["erased"] > 0 and 0 < expected["b"]["size"] < 32
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -50,8 +48,16 @@ def test_stats_without_waiting_are_those_with(backend: str) -> None:
         assert twin.tables.counter_reader.latest() == module.tables.index.counters.tolist()
         assert twin.stats(wait=False) == expected
         twin(*batch([], [77, 78]))
-        assert twin.stats(wait=False)["b"]["misses"] == expected["b"]["misses"] + 2
+        assert arrived_stats(twin)["b"]["misses"] == expected["b"]["misses"] + 2
     assert module.stats(wait=False) == expected
+
+
+def arrived_stats(module: BatchedDynamicEmbeddingTablesV2) -> dict[str, dict[str, float]]:
+    """Return the statistics that were sent for just now, once they have arrived."""
+    module.stats(wait=False)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return module.stats(wait=False)
 
 
 @pytest.mark.cuda
@@ -89,6 +95,7 @@ class SlowReader(CounterReader):
     def _mark(self) -> SimpleNamespace:
         event = SimpleNamespace(arrived=False)
         event.query = lambda: event.arrived
+        event.synchronize = lambda: setattr(event, "arrived", True)
         self.events.append(event)
         return event
 
@@ -110,6 +117,21 @@ def test_a_slow_gpu_neither_delays_the_first_copy_nor_loses_the_last(monkeypatch
         reader.send()
         reader.events[-1].arrived = True
         assert reader.latest()[0][MISSES] == step
+    assert reader.num_buffers == 2
+
+
+def test_values_that_were_waited_for_are_not_replaced_by_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    counters = torch.zeros(1, 8, dtype=torch.int64)
+    reader = SlowReader(counters)
+    for step in (1, 2):
+        counters[0, MISSES] = step
+        reader.send()
+    counters[0, MISSES] = 3
+    assert reader.wait()[0][MISSES] == 3
+    assert all(event.arrived for event in reader.events)
+    assert reader.latest()[0][MISSES] == 3
+    reader.send()
     assert reader.num_buffers == 2
 
 

@@ -458,7 +458,7 @@ class TableGroup:
             wait: False returns the last values that have arrived from the device and sends for newer ones.
         """
         if wait:
-            counts = self.index.counters.tolist()
+            counts = self.counter_reader.wait()
             sizes = [self.size(t) for t in range(len(self.names))]
         else:
             self.counter_reader.send()

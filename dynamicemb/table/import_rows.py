@@ -263,9 +263,6 @@ def clear_counts(group: TableGroup, table: int) -> None:
 
 def _read_counters(group: TableGroup) -> None:
     """Tell growth and statistics the new sizes: test_c19_a_table_that_was_loaded_grows_in_time."""
-    # The first call waits, so that copies from before are there; the second takes them away.
-    group.counter_reader.wait()
-    group.counter_reader.latest()
     group.counter_reader.wait()
     if group.growth is not None:
         group.growth.resume(group.counter_reader)

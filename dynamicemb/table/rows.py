@@ -55,7 +55,11 @@ class RowStore:
         chunks: the memory itself, u8, kept alive here; one per table, and one more each time a table grows.
         chunk_tables: the table of each chunk.
         first_rows: the first row id of each table's first chunk.
+        sizes: the different sizes of rows in bytes, ascending.
+        origin: of a view, the store that has the memory.
     """
+
+    origin: "RowStore | None" = None
 
     def __init__(
         self,
@@ -103,8 +107,16 @@ class RowStore:
         self.chunk_shift = chunk_shift
         self.dims = torch.tensor([f.dim for f in formats], dtype=torch.int32, device=device)
         self.num_states = torch.tensor([f.num_state for f in formats], dtype=torch.int32, device=device)
-        self.row_bytes = torch.tensor([f.num_bytes(dtype) for f in formats], dtype=torch.int64, device=device)
+        row_bytes = [f.num_bytes(dtype) for f in formats]
+        self.sizes = sorted(set(row_bytes))
+        self.row_bytes = torch.tensor(row_bytes, dtype=torch.int64, device=device)
         self.state_offsets = torch.tensor([f.state_offset(dtype) for f in formats], dtype=torch.int64, device=device)
+
+    def view(self, chunk_bases: torch.Tensor) -> "RowStore":
+        """Return a store of the same rows that finds them, and others, by ``chunk_bases``; for the time of a lookup."""
+        view = RowStore.__new__(RowStore)
+        view.__dict__.update(self.__dict__, chunk_bases=chunk_bases, origin=self)
+        return view
 
     def _take(self, chunks: list[torch.Tensor], tables: list[int]) -> None:
         """Number the rows of each chunk and list the bases that cover them."""

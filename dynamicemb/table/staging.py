@@ -43,9 +43,8 @@ class Stage:
         Raises:
             ValueError: there are not so many row numbers left.
         """
-        sizes = {f.num_bytes(store.dtype) for f in store.formats}
         num_entries = max(1, -(-num_rows >> store.chunk_shift))
-        stride = num_entries << store.chunk_shift if len(sizes) > 1 else 0
+        stride = num_entries << store.chunk_shift if len(store.sizes) > 1 else 0
         num_parts = store.num_tables if stride else 1
         first_row = store.next_row
         if first_row + num_parts * (num_entries << store.chunk_shift) > MAX_ROWS:
@@ -54,10 +53,8 @@ class Stage:
                 "module; lower max_capacity or give the tables to several modules"
             )
         num_bases = (first_row >> store.chunk_shift) + num_parts * num_entries
-        view = RowStore.__new__(RowStore)
-        view.__dict__.update(store.__dict__)
-        view.chunk_bases = torch.empty(num_bases, dtype=torch.int64, device=store.device)
-        memory = allocate(num_rows * max(sizes), torch.uint8, store.device)
+        view = store.view(torch.empty(num_bases, dtype=torch.int64, device=store.device))
+        memory = allocate(num_rows * store.sizes[-1], torch.uint8, store.device)
         return cls(view, memory, first_row, stride, num_entries)
 
     def write_bases(self, store: RowStore, ranges: torch.Tensor) -> "Stage":

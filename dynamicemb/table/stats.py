@@ -48,7 +48,11 @@ class CounterReader:
         return self._latest
 
     def wait(self) -> list[list[int]]:
-        """Return the true values. Host sync: one."""
+        """Return the true values; copies on their way, which are older, are dropped. Host sync: one or more."""
+        for event, buffer in self._pending:
+            event.synchronize()
+            self._free.append(buffer)
+        self._pending.clear()
         self._latest = self._index.counters.tolist()
         return self._latest
 

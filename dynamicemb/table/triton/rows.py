@@ -66,6 +66,8 @@ def _shape_of(formats: list[tuple[int, int, int]], dtype: torch.dtype) -> RowSha
 
 def row_shape(store: RowStore) -> RowShape:
     """Return what the kernels of a store are compiled for."""
+    # A view lives as long as a lookup.
+    store = store.origin or store
     shape = _shapes.get(store)
     if shape is None:
         dtype = store.dtype
