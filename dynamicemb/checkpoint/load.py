@@ -20,7 +20,8 @@ from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, 
 from dynamicemb.checkpoint.verify import Verified, verify
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_counts import CountImport
-from dynamicemb.table.import_rows import RowImport, adopt_clock, check_importable, clear
+from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
+from dynamicemb.table.import_step import check_importable
 from dynamicemb.table.touched import Mark, next_change
 
 

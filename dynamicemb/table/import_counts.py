@@ -5,21 +5,17 @@ import torch
 
 from dynamicemb.table.counter import begin_counting
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.import_rows import check_importable, clear_counts
-from dynamicemb.table.index import HITS, MISSES
+from dynamicemb.table.import_rows import clear_counts
+from dynamicemb.table.import_step import ImportStep
 from dynamicemb.table.room import Room, last_of_each
 from dynamicemb.table.scores import MAX_SCORE
-from dynamicemb.table.steps import Step
 
 
-class CountImport:
+class CountImport(ImportStep):
     """Fills the counter of one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
 
     Where more ids come than a bucket of the counter holds, those with the highest counts stay, as in ``RowImport``. Ids
     that have a row are passed over: what is in the table is not counted.
-
-    Attributes:
-        num_lost: ids that did not fit, or had to go.
 
     Host sync: yes.
     """
@@ -34,43 +30,22 @@ class CountImport:
         """
         admission = group.admission
         assert admission is not None and admission.counter is not None
-        self.num_lost = 0
-        self._group = group
-        self._counter = admission.counter
-        self._table = table
+        super().__init__(group, admission.counter, table)
         self._keep = keep
-        self._step: Step | None = None
 
-    def __enter__(self) -> "CountImport":
-        group, counter = self._group, self._counter
-        group.lock.acquire()
-        try:
-            check_importable(group)
-            if not self._keep:
-                clear_counts(group, self._table)
-            self._step = group.begin_step(training=False)
-            # What the lookups before have erased is free.
-            begin_counting(counter, group.index.clock)
-            self._room = Room(counter, self._table, lambda slots: [counter.scores[slots]], _ranks)
-            self._counts = counter.counters[self._table, [HITS, MISSES]].clone()
-        except BaseException:
-            if self._step is not None:
-                self._step.finish()
-            group.lock.release()
-            raise
-        return self
+    def _empty(self) -> None:
+        if not self._keep:
+            clear_counts(self._group, self._table)
 
-    def __exit__(self, *error: object) -> None:
-        group = self._group
-        try:
-            # Nobody looked these ids up.
-            self._counter.counters[self._table, [HITS, MISSES]] = self._counts
-            assert group.admission_reader is not None
-            group.admission_reader.wait()
-            assert self._step is not None
-            self._step.finish()
-        finally:
-            group.lock.release()
+    def _prepare(self) -> None:
+        counter = self._index
+        # What the lookups before have erased is free.
+        begin_counting(counter, self._group.index.clock)
+        self._room = Room(counter, self._table, lambda slots: [counter.scores[slots]], _ranks)
+
+    def _close(self) -> None:
+        assert self._group.admission_reader is not None
+        self._group.admission_reader.wait()
 
     def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
         """Take in ids.
@@ -79,7 +54,7 @@ class CountImport:
             ids: i64 ``[M]``; of repeated ones the last counts.
             counts: i64 ``[M]``, occurrences; an id without any is passed over.
         """
-        group, counter = self._group, self._counter
+        group, counter = self._group, self._index
         last = last_of_each(ids)
         ids, counts = ids[last], counts[last]
         wanted = (counts > 0) & (group.find(ids, group._ranges_of(self._table, ids.numel())) < 0)
@@ -101,14 +76,14 @@ class CountImport:
             self._write(slots, new)
 
     def _write(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
-        self._counter.scores[slots] = counts
+        self._index.scores[slots] = counts
         # Nothing of a step: they may be forgotten at once.
-        self._counter.tags[slots] = 0
+        self._index.tags[slots] = 0
 
     def _find(self, ids: torch.Tensor) -> torch.Tensor:
         group = self._group
         # A slot of a counter is its own row.
-        return group.kernels.find(self._counter, ids, group._ranges_of(self._table, ids.numel()), False).long()
+        return group.kernels.find(self._index, ids, group._ranges_of(self._table, ids.numel()), False).long()
 
 
 def _ranks(scores: list[torch.Tensor]) -> np.ndarray:

@@ -6,31 +6,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.growth import grow_by
-from dynamicemb.table.index import ERASED, HITS, MISSES, NOW, SEEN, UPDATES
+from dynamicemb.table.import_step import ImportStep
+from dynamicemb.table.index import ERASED, NOW, SEEN, UPDATES
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED, FIRST_DIGEST
 from dynamicemb.table.room import Room, last_of_each
 from dynamicemb.table.scores import SCORE_COMPOUND
-from dynamicemb.table.steps import Step
 
 
-def check_importable(group: TableGroup) -> None:
-    """Refuse to replace rows that a backward may still write.
-
-    Raises:
-        DynamicEmbError: a step is outstanding.
-    """
-    if group.steps.num_outstanding:
-        raise DynamicEmbError(
-            f"tables {group.names} have {group.steps.num_outstanding} forwards whose backward has not run; "
-            "run it, or drop their outputs and losses, before loading"
-        )
-
-
-class RowImport:
+class RowImport(ImportStep):
     """Fills one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
 
     Where more ids come than a bucket holds, those with the highest scores stay, as ``Room`` says. A compound table
@@ -55,52 +41,31 @@ class RowImport:
             num_ids: about how many ids will come, for the table to grow before ids lose their places to others.
             initial_state: optimizer state of rows that come without.
         """
-        self.num_lost = 0
+        super().__init__(group, group.index, table)
         self.num_repeated = 0
         self.num_expired = 0
-        self._group = group
-        self._table = table
         self._keep = keep
         self._num_ids = num_ids
         self._initial = initial_state
-        self._step: Step | None = None
 
-    def __enter__(self) -> "RowImport":
-        group = self._group
-        group.lock.acquire()
-        try:
-            check_importable(group)
-            # What comes has no tags: no increment would find it.
-            group.marks.pop(self._table, None)
-            if not self._keep:
-                clear(group, self._table)
-            # Erased slots of a group without any step would pass for protected.
-            self._step = group.begin_step(training=False)
-            group.erase_expired(self._table)
-            self._free_erased()
-            self._grow()
-            self._look()
-            self._room = Room(group.index, self._table, lambda slots: group.scores(self._table, slots), self._ranks)
-            self._counts = group.index.counters[self._table, [HITS, MISSES]].clone()
-        except BaseException:
-            if self._step is not None:
-                self._step.finish()
-            group.lock.release()
-            raise
-        return self
+    def _empty(self) -> None:
+        # What comes has no tags: no increment would find it.
+        self._group.marks.pop(self._table, None)
+        if not self._keep:
+            clear(self._group, self._table)
 
-    def __exit__(self, *error: object) -> None:
+    def _prepare(self) -> None:
         group = self._group
-        try:
-            # Nobody looked these ids up.
-            group.index.counters[self._table, [HITS, MISSES]] = self._counts
-            group.epoch += 1
-            _read_counters(group)
-            assert self._step is not None
-            self._step.finish()
-        finally:
-            del self._slot_index, self._room
-            group.lock.release()
+        group.erase_expired(self._table)
+        self._free_erased()
+        self._grow()
+        self._look()
+        self._room = Room(group.index, self._table, lambda slots: group.scores(self._table, slots), self._ranks)
+
+    def _close(self) -> None:
+        del self._slot_index
+        self._group.epoch += 1
+        _read_counters(self._group)
 
     def _look(self) -> None:
         """Take in where the table's slots are, and what time it is."""
