@@ -132,7 +132,9 @@ def sanitize() -> int:
     if tool is None:
         print("compute-sanitizer, of the CUDA toolkit, is not installed")
         return 1
-    wrapper = (tool, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5")
+    # With host backtraces the tool never lets go of the Python frames it has seen, nor of what they hold: steps that
+    # nobody waits for stay outstanding.
+    wrapper = (tool, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5", "--show-backtrace", "device")
     # Every tensor is then an allocation of its own, whose ends memcheck knows.
     variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
