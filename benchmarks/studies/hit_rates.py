@@ -23,9 +23,13 @@ from benchmarks.studies.markdown import markdown
 from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
+from dynamicemb.score_strategy import ScoreStrategy
 from dynamicemb.table.layout import fmix64
 
 POPULATION = 1_000_000
+LRU = ("TIMESTAMP", "STEP", "CUSTOMIZED")
+# A compound table without a score function ranks by its frequencies.
+LFU = ("LFU", "TIMESTAMP+LFU")
 STEP = 256
 
 
@@ -112,7 +116,7 @@ def textbook_lru(steps: list[list[int]], capacity: int) -> int:
     return hits
 
 
-def real(ids: torch.Tensor, capacity: int, bucket: int, strategy: DynamicEmbScoreStrategy) -> Counts:
+def real(ids: torch.Tensor, capacity: int, bucket: int, strategy: ScoreStrategy) -> Counts:
     """Run the module."""
     options = DynamicEmbTableOptions(dim=4, max_capacity=capacity, bucket_capacity=bucket, score_strategy=strategy)
     with warnings.catch_warnings():
@@ -151,13 +155,14 @@ def study(count: int, alpha: float, tables: dict[int, tuple[int, ...]]) -> None:
     rows = []
     for capacity, buckets in tables.items():
         textbook = textbook_lru(steps, capacity)
-        for names in (("TIMESTAMP", "STEP", "CUSTOMIZED"), ("LFU",)):
-            lfu = names == ("LFU",)
+        for names in (LRU, LFU):
+            lfu = names == LFU
             whole = simulate(steps, mixed, 1, capacity, lfu)
             for bucket in buckets:
                 simulated = whole if bucket == capacity else simulate(steps, mixed, capacity // bucket, bucket, lfu)
                 for name in names:
-                    measured = real(ids, capacity, bucket, DynamicEmbScoreStrategy[name])
+                    strategy = tuple(DynamicEmbScoreStrategy[part] for part in name.split("+"))
+                    measured = real(ids, capacity, bucket, strategy if len(strategy) > 1 else strategy[0])
                     assert measured == simulated, (capacity, bucket, name, measured, simulated)
                 against = [f"{100 * (measured.hits / other - 1):+.2f}" for other in (whole.hits, textbook)]
                 cells = [percent(measured.hits), percent(whole.hits), against[0]]

@@ -16,7 +16,7 @@ from dynamicemb.table.triton.hashing import (
     mix,
     table_of,
 )
-from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
+from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch, padded_tables
 from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, note
 
 # On an H200, of 32 to 256 ids and 1 to 8 warps per program none is faster all round: 32 ids take 3 % less time where
@@ -109,7 +109,8 @@ def _find(
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": _BLOCK,
     }
-    launch(_find_kernel, (cdiv(ids.numel(), _BLOCK),), args, constants, num_warps=_NUM_WARPS)
+    grid = (cdiv(ids.numel(), _BLOCK),)
+    launch(_find_kernel, grid, args, constants, num_warps=_NUM_WARPS, maxnreg=FULL_PROCESSOR)
     return out
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import cdiv, launch
+from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 
 # Occurrences of a segment that one program sums; a longer segment is cut into so long pieces, counted from its start.
@@ -102,6 +102,7 @@ def group_by_row(store: RowStore, lookup: Lookup, counts: Any = None, words: Any
         ),
         {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK},
         num_warps=_WARPS,
+        maxnreg=FULL_PROCESSOR,
     )
     return Groups(order, counts, words, most_long)
 
