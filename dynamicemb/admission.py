@@ -134,7 +134,7 @@ def check_admission(strategy: Any, counter: Any) -> None:
         ValueError: one of them would have no effect without, or beside, the other.
     """
     if strategy is not None and not isinstance(strategy, AdmissionStrategy):
-        raise TypeError(f"admit_strategy must be a AdmissionStrategy, got {strategy!r}")
+        raise TypeError(f"admit_strategy must be an AdmissionStrategy, got {strategy!r}")
     if counter is not None and not isinstance(counter, KVCounter | Counter):
         raise TypeError(f"admission_counter must be a KVCounter or a Counter, got {counter!r}")
     if strategy is None and counter is not None:
@@ -144,5 +144,11 @@ def check_admission(strategy: Any, counter: Any) -> None:
             "FrequencyAdmissionStrategy needs an admission_counter that remembers ids over steps; "
             "use for example KVCounter(capacity=...)"
         )
+    if isinstance(strategy, ProbabilityAdmissionStrategy) and type(strategy) is not ProbabilityAdmissionStrategy:
+        if type(strategy).admit is ProbabilityAdmissionStrategy.admit:
+            raise ValueError(
+                f"admit_strategy: {type(strategy).__name__} must decide by itself, for only "
+                "ProbabilityAdmissionStrategy itself draws inside a lookup; override admit, or use that class"
+            )
     if type(strategy) is ProbabilityAdmissionStrategy and counter is not None:
         raise ValueError("admission_counter has no effect on ProbabilityAdmissionStrategy; leave it None")

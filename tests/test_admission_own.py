@@ -114,6 +114,33 @@ def test_c12_a_class_derived_from_ours_decides_itself(backend: str) -> None:
     assert holds(module, [1, -1]) == [True, False]
 
 
+class Never(FrequencyAdmissionStrategy):
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        return frequencies < 0
+
+
+class NeverByChance(ProbabilityAdmissionStrategy):
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        return frequencies < 0
+
+
+@pytest.mark.parametrize("strategy", [Never(2, constant(0.5)), NeverByChance(0.5, constant(0.5))])
+@pytest.mark.parametrize("counter", [None, KVCounter(9, 16)])
+def test_c12_initializer_args_of_a_derived_class_are_read(backend: str, strategy: Any, counter: Any) -> None:
+    module = module_on(backend, options(admit_strategy=strategy, admission_counter=counter))
+    assert (module(*bag_per_id([1, 2])) == 0.5).all() and holds(module, [1, 2]) == [False, False]
+
+
+def test_c28_a_chance_that_is_derived_and_does_not_decide_is_refused() -> None:
+    class Loud(ProbabilityAdmissionStrategy):
+        def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
+            buffer[indices] = 9.0
+            return True
+
+    with pytest.raises(ValueError, match="Loud must decide by itself.*override admit"):
+        options(admit_strategy=Loud(0.5))
+
+
 def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> None:
     counter = DictCounter()
     strategy = FrequencyAdmissionStrategy(2, constant(0.5))
@@ -180,7 +207,7 @@ def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.Monk
             "no effect on ProbabilityAdmissionStrategy",
         ),
         (lambda: options(admit_strategy=Even(), admission_counter=5), TypeError, "must be a KVCounter or a Counter"),
-        (lambda: options(admit_strategy=Even), TypeError, "admit_strategy must be a"),
+        (lambda: options(admit_strategy=Even), TypeError, "admit_strategy must be an AdmissionStrategy"),
         (lambda: make_module([admitting(2), admitting(3)]), ValueError, "differ in admit_strategy"),
         (lambda: make_module([admitting(2), options()]), ValueError, "differ in admit_strategy"),
         (

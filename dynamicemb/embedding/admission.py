@@ -101,7 +101,7 @@ def build_admission(
         kind, limit, args = ADMIT_BY_CHANCE, strategy.limit, strategy.initializer_args
     else:
         judge = UserJudge(strategy, counters)
-        if type(strategy) is FrequencyAdmissionStrategy:
+        if isinstance(strategy, FrequencyAdmissionStrategy | ProbabilityAdmissionStrategy):
             args = strategy.initializer_args
     return Admission(
         kind,
