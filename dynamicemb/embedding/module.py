@@ -430,7 +430,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             table_name: which table.
             ids: int64, int32 or uint64 ``[N]``; of repeated ids the last counts.
             rows: floating ``[N, D]`` weights. Optimizer state of new ids starts at its initial value, that of others
-                stays. The ids are touched as by a lookup, but STEP does not count an import as a training forward.
+                stays. The ids are touched as by a lookup; STEP gives them the number of the next training forward.
 
         Returns:
             bool ``[N]``: False where the id's bucket had no place for it.

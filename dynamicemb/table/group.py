@@ -403,9 +403,13 @@ class TableGroup:
             if self.growth is not None:
                 self._make_room(ids, lambda: self._ranges_of(table, ids.numel()))
             step = self.begin_step(training=False)
+            # STEP does not count an import, but a threshold asked for before must find it: it has the next number.
+            ahead = int(self.options.strategies[table] == SCORE_STEP)
+            self.index.score_values[table] += ahead
             try:
                 rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
             finally:
+                self.index.score_values[table] -= ahead
                 step.finish()
             last = _last_occurrences(rows)
             keep = last[rows[last] >= 0]
