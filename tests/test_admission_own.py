@@ -150,6 +150,23 @@ def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> 
     assert holds(module, [1, 2]) == [True, False] and counter.counts == {(0, 2): 1}
 
 
+def test_c12_an_id_that_was_imported_starts_counting_anew(backend: str) -> None:
+    own = DictCounter()
+    for counter in (own, KVCounter(64, 16)):
+        table = options(admit_strategy=FrequencyAdmissionStrategy(3), admission_counter=counter)
+        module = module_on(backend, table)
+        module(*bag_per_id([5, 5, 6]))
+        module.insert("a", torch.tensor([5, 5, 8]), torch.zeros(3, 4))
+        assert own.counts == {(0, 6): 1}
+        module.erase("a", torch.tensor([5, 8]))
+        # Not the third occurrence since it lost its row.
+        module(*bag_per_id([5]))
+        assert holds(module, [5, 6, 8]) == [False] * 3
+        module(*bag_per_id([5, 5, 6]))
+        assert holds(module, [5, 6, 8]) == [True, False, False]
+        own.counts = {(0, 6): 1}
+
+
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
@@ -220,6 +237,11 @@ def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.Monk
             ValueError,
             r"buckets of \[16, 32\] ids",
         ),
+        (
+            lambda: make_module([admitting(2, 2**30), admitting(2, 2**30)]),
+            ValueError,
+            "admission_counter: the counters of .'a', 'b'. have 2147483648 places together, more than 2147483647",
+        ),
     ],
 )
 def test_c27_what_makes_no_sense_is_refused_at_construction(make: Any, error: type[Exception], message: str) -> None:
@@ -231,7 +253,7 @@ EVEN, NINE = Even(), KVCounter(9, 16)
 
 
 def test_c27_admission_of_a_table_that_is_only_read_warns() -> None:
-    with pytest.warns(UserWarning, match="admit_strategy=.*no effect: a table with training=False inserts nothing"):
+    with pytest.warns(UserWarning, match="admit_strategy=.*no effect: only training lookups ask it, and"):
         make_module([admitting(2, training=False)])
 
 

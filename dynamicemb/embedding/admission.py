@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter, ProbabilityAdmissionStrategy
+from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.counter import ADMIT_BY_CALL, ADMIT_BY_CHANCE, ADMIT_BY_COUNT, Admission, create_counter
@@ -134,6 +135,12 @@ def _build_counter(
         raise ValueError(
             f"admission_counter: the counters of one module need one bucket_capacity, but they have buckets of "
             f"{buckets} ids; give them equal ones, or give the tables to several modules"
+        )
+    places = sum(number * bucket for number, bucket in layouts)
+    if places > MAX_GROUP_SLOTS:
+        raise ValueError(
+            f"admission_counter: the counters of {list(names)} have {places} places together, more than "
+            f"{MAX_GROUP_SLOTS}; lower their capacities or give the tables to several modules"
         )
     return create_counter([number for number, _ in layouts], buckets[0], device), []
 
