@@ -103,6 +103,13 @@ def test_c26_an_import_is_found_by_the_threshold_of_before(backend: str, strateg
         module(new, torch.arange(3, device=new.device)).sum().backward()
 
 
+@pytest.mark.parametrize("wrong", [5, None, [("a", 1)]])
+def test_c04_scores_that_are_not_by_table_are_refused(wrong: Any) -> None:
+    module = make_module([options(score_strategy=Score.CUSTOMIZED)])
+    with pytest.raises(TypeError, match="scores must map table names to ints, got"):
+        module.set_score(wrong)
+
+
 def test_c10_customized_scores_are_those_last_set_per_table() -> None:
     module = make_module([options(score_strategy=Score.CUSTOMIZED)] * 2)
     before = snapshot(module)

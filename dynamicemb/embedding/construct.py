@@ -276,8 +276,7 @@ def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[
     if init == most:
         reasons["max_load_factor"] = "the table does not grow; set init_capacity below max_capacity, or leave it"
     if not option.training:
-        reasons["safe_check_mode"] = "a table with training=False inserts nothing; leave it at IGNORE"
-        reasons["admit_strategy"] = "a table with training=False inserts nothing; set it to None"
+        reasons["admit_strategy"] = "only training lookups ask it, and training=False refuses them; set it to None"
     if device.type == "cpu":
         reasons["local_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
         reasons["global_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
