@@ -126,6 +126,13 @@ def counts_occurrences(strategy: AdmissionStrategy | None) -> bool:
     return strategy is not None and type(strategy) is not ProbabilityAdmissionStrategy
 
 
+def counter_kind(counter: Any) -> tuple[str, int] | str | None:
+    """Return in what the counters of the tables of one module must agree: the kind and, of ours, slots of a bucket."""
+    if isinstance(counter, KVCounter):
+        return "KVCounter", counter.layout()[1]
+    return None if counter is None else "your own"
+
+
 def check_admission(strategy: Any, counter: Any) -> None:
     """Check that a table's strategy and counter fit together.
 

@@ -130,6 +130,8 @@ def _check_agreement(
         if option.score_function is None:
             # The index keeps a strategy per table. A score function reads scores in one order.
             del mine["score_strategy"], theirs["score_strategy"]
+        # Whose refusal names the counters.
+        del mine["admission_counter"], theirs["admission_counter"]
         mine["embedding_dtype"], theirs["embedding_dtype"] = weights_dtype(option), weights_dtype(first)
         different = [f"{key}={mine[key]!r} but {theirs[key]!r}" for key in theirs if mine[key] != theirs[key]]
         if different:
