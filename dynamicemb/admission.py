@@ -142,6 +142,11 @@ def check_admission(strategy: Any, counter: Any) -> None:
     """
     if strategy is not None and not isinstance(strategy, AdmissionStrategy):
         raise TypeError(f"admit_strategy must be an AdmissionStrategy, got {strategy!r}")
+    if strategy is not None and type(strategy).__hash__ is None:
+        raise TypeError(
+            f"admit_strategy: {type(strategy).__name__} cannot be hashed, and tables are grouped by their strategies; "
+            "give it a __hash__, or make it a dataclass with frozen=True"
+        )
     if counter is not None and not isinstance(counter, KVCounter | Counter):
         raise TypeError(f"admission_counter must be a KVCounter or a Counter, got {counter!r}")
     if strategy is None and counter is not None:

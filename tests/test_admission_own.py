@@ -1,5 +1,6 @@
 """Admission by the user's own strategies and counters, and what is refused."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,13 @@ class Even(AdmissionStrategy):
         if self.fills:
             buffer[indices] = 9.0
         return self.fills
+
+
+@dataclass
+class Unhashable(Even):
+    """What a dataclass is that may be compared and is not frozen."""
+
+    threshold: int = 2
 
 
 class DictCounter(Counter):
@@ -186,6 +194,19 @@ def test_c04_a_wrong_answer_of_the_user_is_refused(result: Any, error: type[Exce
     assert module.tables.steps.num_outstanding == 0 and module.stats()["a"]["size"] == 0
 
 
+@pytest.mark.parametrize("result", [None, 1])
+def test_c04_a_fill_that_does_not_say_whether_it_filled_is_refused(backend: str, result: Any) -> None:
+    class Forgetful(Even):
+        def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> Any:
+            buffer[indices] = 9.0
+            return result
+
+    module = module_on(backend, options(admit_strategy=Forgetful()))
+    with pytest.raises(TypeError, match="Forgetful.initialize_non_admitted_embeddings must return True or False, got"):
+        module(*bag_per_id([1, 2]))
+    assert module.tables.steps.num_outstanding == 0
+
+
 def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     own = make_module([options(admit_strategy=Even())], device="cpu").tables.admission
@@ -224,6 +245,11 @@ def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.Monk
             "no effect on ProbabilityAdmissionStrategy",
         ),
         (lambda: options(admit_strategy=Even(), admission_counter=5), TypeError, "must be a KVCounter or a Counter"),
+        (
+            lambda: options(admit_strategy=Unhashable()),
+            TypeError,
+            "Unhashable cannot be hashed, and tables are grouped",
+        ),
         (lambda: options(admit_strategy=Even), TypeError, "admit_strategy must be an AdmissionStrategy"),
         (lambda: make_module([admitting(2), admitting(3)]), ValueError, "differ in admit_strategy"),
         (lambda: make_module([admitting(2), options()]), ValueError, "differ in admit_strategy"),

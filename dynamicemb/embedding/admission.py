@@ -59,7 +59,12 @@ class UserJudge:
     def fill(self, table: int, values: torch.Tensor) -> bool:
         """Let the strategy overwrite what rejected ids of a table read."""
         indices = torch.arange(values.shape[0], device=values.device)
-        return bool(self.strategy.initialize_non_admitted_embeddings(values, indices))
+        filled = self.strategy.initialize_non_admitted_embeddings(values, indices)
+        if not isinstance(filled, bool):
+            # None of a forgotten return would pass for False, and what was written would be lost.
+            name = f"{type(self.strategy).__name__}.initialize_non_admitted_embeddings"
+            raise TypeError(f"{name} must return True or False, got {filled!r}; True if it filled the rows")
+        return filled
 
 
 def _places(tables: torch.Tensor, table: int) -> torch.Tensor:
