@@ -127,6 +127,13 @@ def counts_occurrences(strategy: AdmissionStrategy | None) -> bool:
     return strategy is not None and type(strategy) is not ProbabilityAdmissionStrategy
 
 
+def counter_kind(counter: Any) -> tuple[str, int] | str | None:
+    """Return in what the counters of the tables of one module must agree: the kind and, of ours, slots of a bucket."""
+    if isinstance(counter, KVCounter):
+        return "KVCounter", counter.layout()[1]
+    return None if counter is None else "your own"
+
+
 def check_admission(strategy: Any, counter: Any) -> None:
     """Check that a table's strategy and counter fit together.
 
@@ -135,7 +142,12 @@ def check_admission(strategy: Any, counter: Any) -> None:
         ValueError: one of them would have no effect without, or beside, the other.
     """
     if strategy is not None and not isinstance(strategy, AdmissionStrategy):
-        raise TypeError(f"admit_strategy must be a AdmissionStrategy, got {strategy!r}")
+        raise TypeError(f"admit_strategy must be an AdmissionStrategy, got {strategy!r}")
+    if strategy is not None and type(strategy).__hash__ is None:
+        raise TypeError(
+            f"admit_strategy: {type(strategy).__name__} cannot be hashed, and tables are grouped by their strategies; "
+            "give it a __hash__, or make it a dataclass with frozen=True"
+        )
     if counter is not None and not isinstance(counter, KVCounter | Counter):
         raise TypeError(f"admission_counter must be a KVCounter or a Counter, got {counter!r}")
     if strategy is None and counter is not None:
@@ -145,5 +157,11 @@ def check_admission(strategy: Any, counter: Any) -> None:
             "FrequencyAdmissionStrategy needs an admission_counter that remembers ids over steps; "
             "use for example KVCounter(capacity=...)"
         )
+    if isinstance(strategy, ProbabilityAdmissionStrategy) and type(strategy) is not ProbabilityAdmissionStrategy:
+        if type(strategy).admit is ProbabilityAdmissionStrategy.admit:
+            raise ValueError(
+                f"admit_strategy: {type(strategy).__name__} must decide by itself, for only "
+                "ProbabilityAdmissionStrategy itself draws inside a lookup; override admit, or use that class"
+            )
     if type(strategy) is ProbabilityAdmissionStrategy and counter is not None:
         raise ValueError("admission_counter has no effect on ProbabilityAdmissionStrategy; leave it None")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.admission import check_admission
+from dynamicemb.admission import check_admission, counter_kind
 from dynamicemb.capacity import (
     BUCKET_ALIGNMENT,
     DEFAULT_BUCKET_CAPACITY,
@@ -224,7 +224,8 @@ class DynamicEmbTableOptions:
         admit_strategy: decides which new ids get a row: ``FrequencyAdmissionStrategy``,
             ``ProbabilityAdmissionStrategy``, or your own. None: all. Tables of one module must agree.
         admission_counter: counts the ids that have none: a ``KVCounter``, or your own ``Counter``. Frequency admission
-            needs one, probability admission reads none.
+            needs one, probability admission reads none. Tables of one module must agree in the kind, and in the slots
+            of a bucket.
         protect_steps: number of past steps whose ids may not be evicted. Tables of one module must agree.
         score_function: ``def f(scores, cur_timestamp) -> float`` that ranks the ids of a compound table: the lowest
             result is evicted first, NaN before all. All numbers are float64: ``scores`` in the order of
@@ -374,6 +375,7 @@ class DynamicEmbTableOptions:
             "dist_type": self.dist_type,
             "score_strategy": self.score_strategy,
             "admit_strategy": self.admit_strategy,
+            "admission_counter": counter_kind(self.admission_counter),
             # One index serves a module: its buckets are equally large, its steps are the same.
             "bucket_capacity": self.bucket_capacity or DEFAULT_BUCKET_CAPACITY,
             "protect_steps": self.protect_steps,

@@ -10,7 +10,6 @@ import builtins
 import inspect
 import math
 import operator
-import textwrap
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -81,7 +80,8 @@ class _Translator:
         self._locals: dict[str, _Number] = {}
         self._lines: list[str] = []
         try:
-            lines, self._first_line = inspect.getsourcelines(function)
+            # Of the code: asked for a wrapper, inspect would return the source of what it wraps.
+            lines, self._first_line = inspect.getsourcelines(function.__code__)
         except OSError:
             self._source, self._first_line = [], function.__code__.co_firstlineno
             self._refuse(None, "its source is not in a file; define it in one")
@@ -100,13 +100,12 @@ class _Translator:
         """Return the translation."""
         if self._function.__name__ == "<lambda>":
             self._refuse(None, "a lambda cannot be compiled; write a def")
-        (tree,) = ast.parse(textwrap.dedent("".join(self._source))).body
+        tree = self._parsed()
         if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
             self._refuse(tree, "it must be a plain def, without decorators")
         arguments = tree.args
-        if len(arguments.args) != 2 or inspect.signature(self._function).parameters.keys() != {
-            a.arg for a in arguments.args
-        }:
+        parameters = inspect.signature(self._function, follow_wrapped=False).parameters
+        if len(arguments.args) != 2 or parameters.keys() != {a.arg for a in arguments.args}:
             self._refuse(tree, "it must take (scores, cur_timestamp)")
         if arguments.defaults:
             self._refuse(tree, "its parameters must have no defaults")
@@ -119,6 +118,15 @@ class _Translator:
             self._refuse(last, "it must end with the one return of a number")
         self._lines.append(f"return {_text(self._number(last.value))}")
         return "def score(timestamp, frequency, now):\n" + "".join(f"    {line}\n" for line in self._lines)
+
+    def _parsed(self) -> ast.stmt:
+        source = "".join(self._source)
+        if not source[:1].isspace():
+            return ast.parse(source).body[0]
+        # Not dedented: comments and the lines of a docstring may stand at the margin.
+        (block,) = ast.parse("if True:\n" + source).body
+        assert isinstance(block, ast.If)
+        return ast.increment_lineno(block, -1).body[0]
 
     def _statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -150,8 +158,8 @@ class _Translator:
 
     def _number(self, node: ast.expr) -> _Number:
         """Translate an expression whose value is a number."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and _is_number(node.value):
-            return float(node.value)
+        if isinstance(node, ast.Constant) and _is_number(node.value):
+            return self._fold(node, lambda: node.value)
         if isinstance(node, ast.Name | ast.Attribute):
             return self._named(node)
         if isinstance(node, ast.Subscript):

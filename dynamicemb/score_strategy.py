@@ -13,7 +13,7 @@ class DynamicEmbScoreStrategy(enum.IntEnum):
 
     Members:
         TIMESTAMP: when the id was last used in training, Unix nanoseconds; one time for all ids of a step.
-        STEP: the number of the training forward that last used the id, from 1.
+        STEP: the number of the training forward that last used the id, from 1; of an import, that of the next one.
         CUSTOMIZED: the number last given to ``set_score`` when the id was last used, from 1 to 2^63 - 1.
         LFU: how often the id has occurred in training since it got its row.
         NO_EVICTION: when the id was inserted, Unix nanoseconds. The table grows instead of evicting; only when there is

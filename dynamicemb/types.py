@@ -163,7 +163,7 @@ class Counter(abc.ABC):
 
     @abc.abstractmethod
     def erase(self, keys: torch.Tensor, table_ids: torch.Tensor) -> None:
-        """Forget ids.
+        """Forget ids, also some that are not known: those that ``insert`` and loads gave a row.
 
         Args:
             keys: int64 ``[U]``, distinct within a table.

@@ -1,5 +1,6 @@
 """Admission by the user's own strategies and counters, and what is refused."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,13 @@ class Even(AdmissionStrategy):
         if self.fills:
             buffer[indices] = 9.0
         return self.fills
+
+
+@dataclass
+class Unhashable(Even):
+    """What a dataclass is that may be compared and is not frozen."""
+
+    threshold: int = 2
 
 
 class DictCounter(Counter):
@@ -114,6 +122,33 @@ def test_c12_a_class_derived_from_ours_decides_itself(backend: str) -> None:
     assert holds(module, [1, -1]) == [True, False]
 
 
+class Never(FrequencyAdmissionStrategy):
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        return frequencies < 0
+
+
+class NeverByChance(ProbabilityAdmissionStrategy):
+    def admit(self, keys: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        return frequencies < 0
+
+
+@pytest.mark.parametrize("strategy", [Never(2, constant(0.5)), NeverByChance(0.5, constant(0.5))])
+@pytest.mark.parametrize("counter", [None, KVCounter(9, 16)])
+def test_c12_initializer_args_of_a_derived_class_are_read(backend: str, strategy: Any, counter: Any) -> None:
+    module = module_on(backend, options(admit_strategy=strategy, admission_counter=counter))
+    assert (module(*bag_per_id([1, 2])) == 0.5).all() and holds(module, [1, 2]) == [False, False]
+
+
+def test_c28_a_chance_that_is_derived_and_does_not_decide_is_refused() -> None:
+    class Loud(ProbabilityAdmissionStrategy):
+        def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
+            buffer[indices] = 9.0
+            return True
+
+    with pytest.raises(ValueError, match="Loud must decide by itself.*override admit"):
+        options(admit_strategy=Loud(0.5))
+
+
 def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> None:
     counter = DictCounter()
     strategy = FrequencyAdmissionStrategy(2, constant(0.5))
@@ -121,6 +156,23 @@ def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> 
     assert (module(*bag_per_id([1])) == 0.5).all()
     module(*bag_per_id([1, 2]))
     assert holds(module, [1, 2]) == [True, False] and counter.counts == {(0, 2): 1}
+
+
+def test_c12_an_id_that_was_imported_starts_counting_anew(backend: str) -> None:
+    own = DictCounter()
+    for counter in (own, KVCounter(64, 16)):
+        table = options(admit_strategy=FrequencyAdmissionStrategy(3), admission_counter=counter)
+        module = module_on(backend, table)
+        module(*bag_per_id([5, 5, 6]))
+        module.insert("a", torch.tensor([5, 5, 8]), torch.zeros(3, 4))
+        assert own.counts == {(0, 6): 1}
+        module.erase("a", torch.tensor([5, 8]))
+        # Not the third occurrence since it lost its row.
+        module(*bag_per_id([5]))
+        assert holds(module, [5, 6, 8]) == [False] * 3
+        module(*bag_per_id([5, 5, 6]))
+        assert holds(module, [5, 6, 8]) == [True, False, False]
+        own.counts = {(0, 6): 1}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +192,19 @@ def test_c04_a_wrong_answer_of_the_user_is_refused(result: Any, error: type[Exce
     with pytest.raises(error, match=message):
         module(*bag_per_id([1, 2]))
     assert module.tables.steps.num_outstanding == 0 and module.stats()["a"]["size"] == 0
+
+
+@pytest.mark.parametrize("result", [None, 1])
+def test_c04_a_fill_that_does_not_say_whether_it_filled_is_refused(backend: str, result: Any) -> None:
+    class Forgetful(Even):
+        def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> Any:
+            buffer[indices] = 9.0
+            return result
+
+    module = module_on(backend, options(admit_strategy=Forgetful()))
+    with pytest.raises(TypeError, match="Forgetful.initialize_non_admitted_embeddings must return True or False, got"):
+        module(*bag_per_id([1, 2]))
+    assert module.tables.steps.num_outstanding == 0
 
 
 def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +245,12 @@ def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.Monk
             "no effect on ProbabilityAdmissionStrategy",
         ),
         (lambda: options(admit_strategy=Even(), admission_counter=5), TypeError, "must be a KVCounter or a Counter"),
-        (lambda: options(admit_strategy=Even), TypeError, "admit_strategy must be a"),
+        (
+            lambda: options(admit_strategy=Unhashable()),
+            TypeError,
+            "Unhashable cannot be hashed, and tables are grouped",
+        ),
+        (lambda: options(admit_strategy=Even), TypeError, "admit_strategy must be an AdmissionStrategy"),
         (lambda: make_module([admitting(2), admitting(3)]), ValueError, "differ in admit_strategy"),
         (lambda: make_module([admitting(2), options()]), ValueError, "differ in admit_strategy"),
         (
@@ -193,6 +263,11 @@ def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.Monk
             ValueError,
             r"buckets of \[16, 32\] ids",
         ),
+        (
+            lambda: make_module([admitting(2, 2**30), admitting(2, 2**30)]),
+            ValueError,
+            "admission_counter: the counters of .'a', 'b'. have 2147483648 places together, more than 2147483647",
+        ),
     ],
 )
 def test_c27_what_makes_no_sense_is_refused_at_construction(make: Any, error: type[Exception], message: str) -> None:
@@ -204,7 +279,7 @@ EVEN, NINE = Even(), KVCounter(9, 16)
 
 
 def test_c27_admission_of_a_table_that_is_only_read_warns() -> None:
-    with pytest.warns(UserWarning, match="admit_strategy=.*no effect: a table with training=False inserts nothing"):
+    with pytest.warns(UserWarning, match="admit_strategy=.*no effect: only training lookups ask it, and"):
         make_module([admitting(2, training=False)])
 
 

@@ -335,7 +335,12 @@ def test_c27_a_wrong_mode_is_refused_at_construction(mode) -> None:
         make_module([table])
 
 
-@pytest.mark.parametrize("mode", [ERROR, WARNING])
-def test_c27_a_mode_of_a_table_that_inserts_nothing_warns(mode: DynamicEmbCheckMode) -> None:
-    with pytest.warns(UserWarning, match="safe_check_mode=.*no effect: a table with training=False inserts nothing"):
-        make_module([options(training=False, safe_check_mode=mode)])
+@pytest.mark.filterwarnings("error")
+def test_c27_imports_of_a_table_that_is_only_read_are_checked_too() -> None:
+    ids, rows = torch.arange(17), torch.zeros(17, 4)
+    module = make_module([options(capacity=16, training=False, safe_check_mode=ERROR)])
+    with pytest.raises(InsertFailedError, match="1 of 17 new ids"):
+        module.insert("a", ids, rows)
+    module = make_module([options(capacity=16, training=False, safe_check_mode=WARNING)])
+    with pytest.warns(UserWarning, match="1 occurrences of new ids found no slot"):
+        module.insert("a", ids, rows)

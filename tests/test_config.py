@@ -16,7 +16,7 @@ from dynamicemb.dynamicemb_config import (
     DynamicEmbTableOptions,
     unsupported_options,
 )
-from dynamicemb.types import AdmissionStrategy, DynamicEmbInitializerArgs, DynamicEmbInitializerMode
+from dynamicemb.types import AdmissionStrategy, Counter, DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 
 Score = DynamicEmbScoreStrategy
 Mode = DynamicEmbInitializerMode
@@ -157,6 +157,23 @@ def test_c27_an_evict_strategy_that_contradicts_the_score_strategy_warns():
         DynamicEmbTableOptions(evict_strategy=DynamicEmbEvictStrategy.LFU, score_strategy=Score.LFU)
 
 
+class OwnCounter(Counter):
+    def add(self, keys, table_ids, frequencies):
+        return frequencies
+
+    def erase(self, keys, table_ids):
+        pass
+
+    def memory_usage(self, mem_type=None):
+        return 0
+
+    def load(self, key_file, counter_file, table_id):
+        pass
+
+    def dump(self, key_file, counter_file, table_id):
+        pass
+
+
 def oldest_first(scores, cur_timestamp):
     return scores[1] - cur_timestamp
 
@@ -193,6 +210,7 @@ GROUPED = {
     "dist_type",
     "score_strategy",
     "admit_strategy",
+    "admission_counter",
     "bucket_capacity",
     "protect_steps",
     "score_function",
@@ -213,8 +231,18 @@ def test_options_are_equal_unless_they_differ_in_a_grouping_field(name):
 
 def test_grouped_key_names_the_grouping_fields():
     options = DynamicEmbTableOptions(**{name: CHANGES[name] for name in GROUPED})
-    assert options.get_grouped_key() == {name: CHANGES[name] for name in GROUPED}
+    kind = ("KVCounter", 1024)
+    assert options.get_grouped_key() == {name: CHANGES[name] for name in GROUPED} | {"admission_counter": kind}
     assert hash(options) == hash(replace(options, dim=3))
+
+
+def test_c28_tables_whose_counters_cannot_share_a_module_are_given_to_several() -> None:
+    def key(counter):
+        return DynamicEmbTableOptions(admit_strategy=CHANGES["admit_strategy"], admission_counter=counter)
+
+    assert key(KVCounter(100, 16)) == key(KVCounter(5000, 16)) and key(OwnCounter()) == key(OwnCounter())
+    different = [None, KVCounter(100, 16), KVCounter(100, 32), KVCounter(100, MAX_BUCKET_CAPACITY), OwnCounter()]
+    assert len({key(counter) for counter in different}) == len(different)
 
 
 def test_comparing_options_with_a_foreign_type_is_left_to_it():

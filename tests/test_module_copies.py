@@ -167,6 +167,32 @@ def test_two_threads_train_two_modules_as_one_thread_does(optimizer: str) -> Non
     assert contents(modules[0]) == contents(modules[1]) == contents(reference)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda module: module.contains("a", torch.tensor([1])),
+        lambda module: module.stats(),
+        lambda module: module.stats(wait=False),
+        lambda module: module.bucket_loads("a"),
+        lambda module: module.set_score({"a": 5}),
+    ],
+    ids=["contains", "stats", "stats without waiting", "bucket_loads", "set_score"],
+)
+def test_c19_who_asks_waits_for_another_thread_that_grows_or_inserts(ask) -> None:
+    module = make_module([options(score_strategy=Score.CUSTOMIZED)])
+    module.set_score({"a": 3})
+    ask(module)
+    module.set_score({"a": 4})
+    thread = threading.Thread(target=ask, args=(module,))
+    # As a lookup does from its first kernel to the last: index and rows do not belong together meanwhile.
+    with module.tables.lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 # Global switches
 
 

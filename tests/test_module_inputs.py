@@ -7,6 +7,7 @@ import torch
 
 from dynamicemb import DynamicEmbPoolingMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.embedding.construct import _idle_options, check_device_ids
 from dynamicemb.errors import DynamicEmbError
 from tests.lookups import (
     MEAN,
@@ -263,6 +264,20 @@ def test_c27_options_without_effect_warn_where_the_module_is_made(name: str) -> 
     with pytest.warns(UserWarning, match=f"table 'table_1': {name}=.*has no effect") as recorded:
         build([options(), options(**{name: IDLE_OPTIONS[name]})])
     assert [warning.filename for warning in recorded] == [__file__]
+
+
+def test_c27_a_device_id_that_is_not_the_device_of_the_module_is_refused() -> None:
+    tables = [options(), options(device_id=1)]
+    for device in ("cpu", "cuda:1"):
+        check_device_ids(tables, ["a", "b"], torch.device(device))
+    with pytest.raises(ValueError, match="table 'b': device_id=1, but the module is on cuda:0; leave device_id None"):
+        check_device_ids(tables, ["a", "b"], torch.device("cuda:0"))
+
+
+def test_c27_bytes_of_all_ranks_that_nobody_divided_warn_on_a_gpu() -> None:
+    gpu = torch.device("cuda:0")
+    assert "the planner divides it" in _idle_options(options(global_hbm_for_values=9), gpu)["global_hbm_for_values"]
+    assert not _idle_options(options(global_hbm_for_values=9, local_hbm_for_values=9), gpu)
 
 
 @pytest.mark.parametrize("pooling", [SUM, MEAN, NONE])

@@ -1,6 +1,7 @@
 """Scores and reports of the module: what each strategy stores, counts, memory (lines 6, 7, 10 and 20)."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from tests.lookups import (
     score_of,
     snapshot,
 )
+from tests.tables import device_of, use_backend
+
+COMPOUND = (Score.LFU, Score.TIMESTAMP)
 
 
 def scores(module, table: str = "a") -> dict[int, int]:
@@ -74,6 +78,36 @@ def test_c10_step_counts_training_forwards_from_1() -> None:
     with pytest.raises(ValueError):
         module(*batch([6]))
     assert module.get_score() == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize(
+    "strategy", [Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU, Score.NO_EVICTION, COMPOUND]
+)
+def test_c26_an_import_is_found_by_the_threshold_of_before(backend: str, strategy: Any) -> None:
+    growing = {"capacity": None, "init_capacity": 64} if strategy is Score.NO_EVICTION else {}
+    module = make_module([options(score_strategy=strategy, **growing)], device=device_of(backend))
+    use_backend(module.tables, backend)
+    if strategy is Score.CUSTOMIZED:
+        module.set_score({"a": 7})
+    for number in range(2):
+        threshold = module.get_score()["a"]
+        new = torch.tensor([10 + number, 20 + number], device=module.tables.device)
+        assert module.insert("a", new, torch.zeros(2, 4, device=new.device)).all()
+        ids, columns = module.export_scores("a", "cpu")
+        # Of a compound table the time counts, its second score here.
+        found = dict(zip(ids.tolist(), (columns if columns.dim() == 1 else columns[:, 1]).tolist(), strict=True))
+        assert all(found[key] >= threshold > 0 for key in new.tolist()), (found, threshold)
+        if strategy is Score.STEP:
+            # The import is no training forward: the next one has the same number.
+            assert module.get_score()["a"] == threshold == number + 1
+        module(new, torch.arange(3, device=new.device)).sum().backward()
+
+
+@pytest.mark.parametrize("wrong", [5, None, [("a", 1)]])
+def test_c04_scores_that_are_not_by_table_are_refused(wrong: Any) -> None:
+    module = make_module([options(score_strategy=Score.CUSTOMIZED)])
+    with pytest.raises(TypeError, match="scores must map table names to ints, got"):
+        module.set_score(wrong)
 
 
 def test_c10_customized_scores_are_those_last_set_per_table() -> None:
@@ -142,9 +176,6 @@ def test_c10_lfu_counts_are_exact(dtype: torch.dtype) -> None:
     assert scores(module)[1] == expected["a", 1] and module.get_score() == {"a": 1, "b": 1}
 
 
-COMPOUND = (Score.LFU, Score.TIMESTAMP)
-
-
 def test_c10_tables_of_one_module_have_strategies_of_their_own() -> None:
     strategies = [Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU, COMPOUND]
     module = make_module([options(score_strategy=strategy) for strategy in strategies])
@@ -162,7 +193,7 @@ def test_c10_tables_of_one_module_have_strategies_of_their_own() -> None:
     assert got == {"b": 3, "c": 7, "d": 15, "e": 15}
     module.insert("b", torch.tensor([1]), torch.zeros(1, 4))
     module.insert("d", torch.tensor([1]), torch.zeros(1, 4))
-    assert (score_of(module, "b", 1), score_of(module, "d", 1)) == (3, 16)
+    assert (score_of(module, "b", 1), score_of(module, "d", 1)) == (4, 16)
     threshold = module.get_score()
     assert threshold["a"] == threshold["e"] > begin
     assert [threshold[name] for name in "bcd"] == [4, 7, 1]

@@ -1,9 +1,12 @@
 """User score functions: what is translated, what is refused, and who is evicted by them; contract 10."""
 
+import functools
 import math
 import pickle
+import runpy
 import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,6 +240,49 @@ def test_c27_no_function_no_source_and_one_score_are_refused() -> None:
     refuse(ValueError, "not in a file", namespace["f"])
     for strategy in (Score.TIMESTAMP, Score.STEP, Score.CUSTOMIZED, Score.LFU):
         refuse(ValueError, "score_function ranks two scores", decayed, strategy)
+
+
+def test_c10_a_nested_function_may_have_lines_at_the_margin(tmp_path: Path) -> None:
+    file = tmp_path / "margin.py"
+    # No formatter leaves such lines.
+    file.write_text(
+        "def factory():\n"
+        "    def inner(scores, now):\n"
+        '        """Of two lines,\n'
+        'the second at the margin."""\n'
+        "# A comment too.\n"
+        "        return scores[1] * 2\n"
+        "    return inner\n"
+        "def too_large(scores, now):\n"
+        f"    return scores[1] + {10**400}\n"
+        "def refused():\n"
+        "    def inner(scores, now):\n"
+        "# At the margin.\n"
+        "        return scores[1] % 7\n"
+        "    return inner\n"
+    )
+    functions = runpy.run_path(str(file))
+    source = translate(functions["factory"](), TIME_FIRST)
+    assert value_of(rank(compile_score(source).address, 0, 5, 0)) == 10
+    with pytest.raises(ValueError, match=r"margin.py:9\): it has no value"):
+        translate(functions["too_large"], TIME_FIRST)
+    with pytest.raises(ValueError, match=r"margin.py:13\): .*'return scores\[1\] % 7'"):
+        translate(functions["refused"](), TIME_FIRST)
+
+
+def test_c27_a_wrapper_is_not_taken_for_what_it_wraps() -> None:
+    def negated(scores, now):
+        return -scores[1]
+
+    source = translate(negated, TIME_FIRST)
+    assert translate(functools.wraps(decayed)(negated), TIME_FIRST) == source
+
+    @functools.wraps(decayed)
+    def decorated(scores, now):
+        return -scores[1]
+
+    with pytest.raises(ValueError, match="without decorators: 'def decorated"):
+        translate(decorated, TIME_FIRST)
 
 
 def test_c28_tables_of_one_module_need_one_function_and_one_order() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter, ProbabilityAdmissionStrategy
+from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.counter import ADMIT_BY_CALL, ADMIT_BY_CHANCE, ADMIT_BY_COUNT, Admission, create_counter
@@ -58,7 +59,12 @@ class UserJudge:
     def fill(self, table: int, values: torch.Tensor) -> bool:
         """Let the strategy overwrite what rejected ids of a table read."""
         indices = torch.arange(values.shape[0], device=values.device)
-        return bool(self.strategy.initialize_non_admitted_embeddings(values, indices))
+        filled = self.strategy.initialize_non_admitted_embeddings(values, indices)
+        if not isinstance(filled, bool):
+            # None of a forgotten return would pass for False, and what was written would be lost.
+            name = f"{type(self.strategy).__name__}.initialize_non_admitted_embeddings"
+            raise TypeError(f"{name} must return True or False, got {filled!r}; True if it filled the rows")
+        return filled
 
 
 def _places(tables: torch.Tensor, table: int) -> torch.Tensor:
@@ -101,7 +107,7 @@ def build_admission(
         kind, limit, args = ADMIT_BY_CHANCE, strategy.limit, strategy.initializer_args
     else:
         judge = UserJudge(strategy, counters)
-        if type(strategy) is FrequencyAdmissionStrategy:
+        if isinstance(strategy, FrequencyAdmissionStrategy | ProbabilityAdmissionStrategy):
             args = strategy.initializer_args
     return Admission(
         kind,
@@ -134,6 +140,12 @@ def _build_counter(
         raise ValueError(
             f"admission_counter: the counters of one module need one bucket_capacity, but they have buckets of "
             f"{buckets} ids; give them equal ones, or give the tables to several modules"
+        )
+    places = sum(number * bucket for number, bucket in layouts)
+    if places > MAX_GROUP_SLOTS:
+        raise ValueError(
+            f"admission_counter: the counters of {list(names)} have {places} places together, more than "
+            f"{MAX_GROUP_SLOTS}; lower their capacities or give the tables to several modules"
         )
     return create_counter([number for number, _ in layouts], buckets[0], device), []
 

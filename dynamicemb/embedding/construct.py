@@ -130,6 +130,8 @@ def _check_agreement(
         if option.score_function is None:
             # The index keeps a strategy per table. A score function reads scores in one order.
             del mine["score_strategy"], theirs["score_strategy"]
+        # Whose refusal names the counters.
+        del mine["admission_counter"], theirs["admission_counter"]
         mine["embedding_dtype"], theirs["embedding_dtype"] = weights_dtype(option), weights_dtype(first)
         different = [f"{key}={mine[key]!r} but {theirs[key]!r}" for key in theirs if mine[key] != theirs[key]]
         if different:
@@ -197,11 +199,26 @@ def check_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
+def check_device_ids(options: Sequence[DynamicEmbTableOptions], names: Sequence[str], device: torch.device) -> None:
+    """Check that tables on a GPU are where they were wanted.
+
+    Raises:
+        ValueError: a table names another CUDA device.
+    """
+    for name, option in zip(names, options, strict=True):
+        if device.type == "cuda" and option.device_id not in (None, device.index):
+            raise ValueError(
+                f"table {name!r}: device_id={option.device_id}, but the module is on {device}; leave device_id None "
+                f"or make the module with device='cuda:{option.device_id}'"
+            )
+
+
 def build_group(
     options: list[DynamicEmbTableOptions], names: list[str], optimizer: OptimizerSpec, seed: int, device: torch.device
 ) -> TableGroup:
     """Allocate the tables of a module; ``options`` must have been checked."""
     first = options[0]
+    check_device_ids(options, names, device)
     layouts = [_layout(option) for option in options]
     buckets = {bucket for _, _, bucket in layouts}
     if len(buckets) > 1:
@@ -276,12 +293,13 @@ def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[
     if init == most:
         reasons["max_load_factor"] = "the table does not grow; set init_capacity below max_capacity, or leave it"
     if not option.training:
-        reasons["safe_check_mode"] = "a table with training=False inserts nothing; leave it at IGNORE"
-        reasons["admit_strategy"] = "a table with training=False inserts nothing; set it to None"
+        reasons["admit_strategy"] = "only training lookups ask it, and training=False refuses them; set it to None"
     if device.type == "cpu":
         reasons["local_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
         reasons["global_hbm_for_values"] = "on the CPU all rows are in host memory; set it to 0"
         reasons["device_id"] = "the tables are on the CPU; set it to None"
+    elif not option.local_hbm_for_values:
+        reasons["global_hbm_for_values"] = "the planner divides it, and none made this module; set local_hbm_for_values"
     if device.type == "cpu" and option.local_hbm_for_values:
         # Sharding derives it from the global one; one warning is enough.
         del reasons["global_hbm_for_values"]

@@ -1,7 +1,7 @@
 """``BatchedDynamicEmbeddingTablesV2``: lookups with autograd and a fused optimizer over a group of dynamic tables."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -262,7 +262,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             ValueError: a wrong shape or device; on the CPU, and with a table of ``safe_check_mode`` ERROR, also a wrong
                 offset or frequency. Else these are clamped and counted on a GPU, since to look at them the host would
                 have to wait.
-            InsertFailedError: ids of a table of mode ERROR would find no slot; nothing has changed.
+            InsertFailedError: ids of a table of mode ERROR would find no slot; nothing has changed, but that tables
+                which grow may have more room.
             DynamicEmbError: a CUSTOMIZED table without a score; mode ERROR inside a CUDA graph capture.
         """
         with phase("check"):
@@ -277,8 +278,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     ) -> list[InsertPlan]:
         """Check a batch; return, for each table of ``safe_check_mode`` ERROR, how many of its ids would find no slot.
 
-        Changes nothing and waits for the device; an evaluation inserts nothing and returns no plans. Arguments and
-        errors are those of ``forward``.
+        Waits for the device. Changes nothing, but that tables which grow get the room that the batch wants; an
+        evaluation inserts nothing and returns no plans. Arguments and errors are those of ``forward``.
         """
         batch, layout = self._checked(indices, offsets, None, frequency_counters, wait=True)
         self._check_arguments(batch)
@@ -384,9 +385,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         """Set the score that the following training lookups leave, per table name (CUSTOMIZED).
 
         Raises:
-            TypeError: a score that is not an int.
+            TypeError: not a mapping, or a score that is not an int.
             ValueError: an unknown table, a score outside 1..2^63-1, or another strategy.
         """
+        if not isinstance(scores, Mapping):
+            raise TypeError(f"scores must map table names to ints, got {scores!r}; call set_score({{'name': 1}})")
         for name, value in scores.items():
             if self._group.options.strategies[self._table(name)] != SCORE_CUSTOMIZED:
                 raise ValueError(
@@ -430,7 +433,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             table_name: which table.
             ids: int64, int32 or uint64 ``[N]``; of repeated ids the last counts.
             rows: floating ``[N, D]`` weights. Optimizer state of new ids starts at its initial value, that of others
-                stays. The ids are touched as by a lookup, but STEP does not count an import as a training forward.
+                stays. The ids are touched as by a lookup; STEP gives them the number of the next training forward.
 
         Returns:
             bool ``[N]``: False where the id's bucket had no place for it.

@@ -352,8 +352,9 @@ class TableGroup:
 
     def contains(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Return bool ``[N]``: which ids the table holds."""
-        self.observe_time()
-        return self.find(ids, self._ranges_of(table, ids.numel())) >= 0
+        with self.lock:
+            self.observe_time()
+            return self.find(ids, self._ranges_of(table, ids.numel())) >= 0
 
     def erase(self, table: int, ids: torch.Tensor) -> int:
         """Remove ids of a table; returns how many were there. They start fresh when they return."""
@@ -403,9 +404,13 @@ class TableGroup:
             if self.growth is not None:
                 self._make_room(ids, lambda: self._ranges_of(table, ids.numel()))
             step = self.begin_step(training=False)
+            # STEP does not count an import, but a threshold asked for before must find it: it has the next number.
+            ahead = int(self.options.strategies[table] == SCORE_STEP)
+            self.index.score_values[table] += ahead
             try:
                 rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
             finally:
+                self.index.score_values[table] -= ahead
                 step.finish()
             last = _last_occurrences(rows)
             keep = last[rows[last] >= 0]
@@ -414,14 +419,20 @@ class TableGroup:
         return rows >= 0
 
     def forget_counts(self, table: int, ids: torch.Tensor) -> None:
-        """Erase ids that have got a row from the admission counter, if it is one of ours."""
-        if self.admission is not None and self.admission.counter is not None:
+        """Erase ids that have got a row, although nobody admitted them, from the admission counter."""
+        if self.admission is None:
+            return
+        if self.admission.counter is not None:
             self.kernels.erase(self.admission.counter, ids, self._ranges_of(table, ids.numel()))
+        elif self.admission.judge is not None and ids.numel():
+            distinct = torch.unique(ids)
+            self.admission.judge.forget(distinct, torch.full_like(distinct, table))
 
     def set_score(self, table: int, value: int) -> None:
         """Set the score that touches leave from now on (CUSTOMIZED)."""
         assert self.options.strategies[table] == SCORE_CUSTOMIZED and 0 < value <= MAX_SCORE
-        self.index.score_values[table] = value
+        with self.lock:
+            self.index.score_values[table] = value
 
     def get_score(self, table: int) -> int:
         """Return the score that the next step writes (STEP), or the last one written (others).
@@ -457,24 +468,26 @@ class TableGroup:
         Args:
             wait: False returns the last values that have arrived from the device and sends for newer ones.
         """
-        if wait:
-            counts = self.counter_reader.wait()
-            sizes = [self.size(t) for t in range(len(self.names))]
-        else:
-            self.counter_reader.send()
-            counts = self.counter_reader.latest()
-            sizes = [size_of(of_table) for of_table in counts]
-        described = [describe(*numbers) for numbers in zip(sizes, self.capacities, counts, strict=True)]
-        if self.admission_reader is not None:
-            if not wait:
-                self.admission_reader.send()
-            counted = self.admission_reader.wait() if wait else self.admission_reader.latest()
-            described = [d | describe_counter(of_table) for d, of_table in zip(described, counted, strict=True)]
+        with self.lock:
+            if wait:
+                counts = self.counter_reader.wait()
+                sizes = [self.size(t) for t in range(len(self.names))]
+            else:
+                self.counter_reader.send()
+                counts = self.counter_reader.latest()
+                sizes = [size_of(of_table) for of_table in counts]
+            described = [describe(*numbers) for numbers in zip(sizes, self.capacities, counts, strict=True)]
+            if self.admission_reader is not None:
+                if not wait:
+                    self.admission_reader.send()
+                counted = self.admission_reader.wait() if wait else self.admission_reader.latest()
+                described = [d | describe_counter(of_table) for d, of_table in zip(described, counted, strict=True)]
         return dict(zip(self.names, described, strict=True))
 
     def bucket_loads(self, table: int) -> torch.Tensor:
         """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]``; waits."""
-        return bucket_loads(self.index, table)
+        with self.lock:
+            return bucket_loads(self.index, table)
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes allocated for ``rows`` and ``index``, and for the admission ``counter`` if there is one."""
