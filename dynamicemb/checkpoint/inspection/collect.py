@@ -1,0 +1,305 @@
+"""Open dumps, check them as a load does, and gather what there is to say about them."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from dynamicemb.checkpoint.format import (
+    INCREMENT,
+    ITEMS,
+    MANIFEST,
+    TOMBSTONES,
+    inside,
+    is_ours,
+    meta_file,
+)
+from dynamicemb.checkpoint.inspection.dumped import Damage, DumpedTable, Part, dumped_table
+from dynamicemb.checkpoint.inspection.facts import DumpFacts, KeyFacts, TableFacts
+from dynamicemb.checkpoint.inspection.health import health_of
+from dynamicemb.checkpoint.inspection.keys import look_up
+from dynamicemb.checkpoint.inspection.sample import num_looked_at
+from dynamicemb.checkpoint.inspection.scores import count_histogram, score_histograms
+from dynamicemb.checkpoint.inspection.units import date
+from dynamicemb.checkpoint.inspection.watched import WatchedDisk
+from dynamicemb.checkpoint.io import FileSystem, base_name, join
+from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, find_dump, wrong_files
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.verify import check_true_ids, verify
+from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
+
+# Of the JSON file, what is not a number of the optimizer.
+_NOT_NUMBERS = ("opt_type", "evict_strategy", "dist_type", "step_score")
+
+
+class NoDumpError(ValueError):
+    """There is nothing to inspect: no dump at a path, or no such table in it."""
+
+
+@dataclass
+class OneDump:
+    """A dump that was opened, and those of its tables that are wanted and whose files are there."""
+
+    opened: OpenedDump
+    notes: list[str]
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """Its place in its chain."""
+        return 0 if self.opened.manifest is None else len(self.opened.manifest.chain)
+
+
+@dataclass
+class Inspection:
+    """A dump or a chain of them.
+
+    Attributes:
+        dumps: base first; none where a manifest is damaged.
+        damage: what a load would refuse.
+    """
+
+    disk: FileSystem
+    dumps: list[OneDump] = field(default_factory=list)
+    damage: Damage = field(default_factory=Damage)
+
+    @classmethod
+    def open(cls, paths: Sequence[str], names: Sequence[str], disk: FileSystem) -> "Inspection":
+        """Read manifests and compare them with the files that are there.
+
+        Args:
+            paths: a dump, or a base and its increments in order.
+            names: of the tables that are wanted, with or without their folder; empty for all.
+            disk: the file system.
+
+        Raises:
+            NoDumpError: there is no dump at one of the paths, or no such table.
+            OSError: the disk failed.
+        """
+        inspection = cls(disk)
+        try:
+            dumps = [_opened(path, disk) for path in paths]
+            if len(dumps) > 1:
+                check_chain([dump.opened for dump in dumps])
+        except DynamicEmbError as error:
+            inspection.damage.add(error)
+            return inspection
+        inspection.dumps = dumps
+        for dump in dumps:
+            wanted = _wanted(dump.opened, names, disk)
+            wrong = list(wrong_files(dump.opened, disk))
+            for found in wrong:
+                inspection.damage.add(found)
+            for folder, name in wanted:
+                inspection._add_part(dump, folder, name, {str(found.path) for found in wrong})
+            for folder, name in sorted(set(_wanted(dumps[-1].opened, names, disk)) - set(wanted)):
+                message = (
+                    f"dump {dump.opened.path!r} holds no table {inside(folder, name)!r}, the chain's last one does"
+                )
+                inspection.damage.add(DynamicEmbError(message))
+        return inspection
+
+    def _add_part(self, dump: OneDump, folder: str, name: str, wrong: set[str]) -> None:
+        try:
+            table = dumped_table(dump.opened, folder, name, self.disk)
+            stored = dump.opened.stored(table, self.disk)
+        except (DynamicEmbError, OSError) as error:
+            self.damage.add(error)
+            return
+        if not wrong & stored.files.keys():
+            dump.parts[str(table)] = Part(table, stored)
+
+    def verify(self) -> None:
+        """Read every file and check what a load would check, with a bar where somebody watches."""
+        parts = [part for name in self._table_names() for dump in self.dumps for part in _of(dump, name)]
+        total = sum(_bytes_to_verify(part.stored) for part in parts)
+        with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=None) as progress:
+            disk = WatchedDisk(self.disk, progress.update)
+            for part in parts:
+                try:
+                    check_true_ids(part.table, part.stored)
+                    verify([part.table], [[part.stored]], Ranks(), disk)
+                except (DynamicEmbError, OSError) as error:
+                    self.damage.add(error)
+
+    def facts(self, limit: int | None, look: bool = True) -> list[DumpFacts]:
+        """Return what there is to say about each dump.
+
+        Args:
+            limit: rows of each table to look at, None for all.
+            look: whether to look at rows at all.
+        """
+        total = sum(num_looked_at(p.stored.counts, limit) for dump in self.dumps for p in dump.parts.values())
+        facts = []
+        with tqdm(total=total, desc="look", unit=" rows", disable=None if look else True) as progress:
+            for dump in self.dumps:
+                tables = []
+                for _, part in sorted(dump.parts.items()):
+                    table = _table_facts(part, self.disk)
+                    tables.append(self._looked_at(table, part, limit, progress) if look else table)
+                facts.append(_dump_facts(dump, tables))
+        return facts
+
+    def _looked_at(self, table: TableFacts, part: Part, limit: int | None, progress: Any) -> TableFacts:
+        try:
+            return replace(
+                table,
+                scores=score_histograms(part, limit, self.disk),
+                counts=count_histogram(part, limit, self.disk),
+                health=health_of(part, limit, self.disk, progress),
+            )
+        except (DynamicEmbError, OSError) as error:
+            self.damage.add(error)
+            return table
+
+    def look_up(self, ids: Sequence[int], full: bool) -> list[KeyFacts]:
+        """Return where ids are, table by table."""
+        found = []
+        for name in self._table_names():
+            parts = [part for dump in self.dumps for part in _of(dump, name)]
+            if len(parts) < len(self.dumps):
+                # Damaged in one of them, which is said elsewhere: what the others say may be out of date.
+                continue
+            places = [(dump.opened.path, dump.number) for dump in self.dumps]
+            try:
+                found += look_up(ids, parts, places, full, self.disk)
+            except (DynamicEmbError, OSError) as error:
+                self.damage.add(error)
+        return found
+
+    def _table_names(self) -> list[str]:
+        return sorted({name for dump in self.dumps for name in dump.parts})
+
+
+def _of(dump: OneDump, name: str) -> Iterator[Part]:
+    if name in dump.parts:
+        yield dump.parts[name]
+
+
+def _opened(path: str, disk: FileSystem) -> OneDump:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            dump = find_dump(path, disk)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NoDumpError(f"there is no dump in {path!r}") from None
+        except CheckpointCorruptError as error:
+            if base_name(str(error.path)) == MANIFEST and not _has_files(path, disk):
+                raise NoDumpError(
+                    f"{path!r} is no dump: its {MANIFEST} is that of something else, and no other file bears a name of "
+                    "the format"
+                ) from None
+            raise
+    if dump.manifest is None and not dump.stored_table_names(disk):
+        raise NoDumpError(f"{path!r} is no dump: it has no {MANIFEST}, and no file bears a name of the format")
+    return OneDump(dump, [str(warning.message) for warning in caught])
+
+
+def _has_files(path: str, disk: FileSystem) -> bool:
+    """Return whether there are files of our format beside the manifest."""
+    root = disk.real_path(path)
+    for name, is_folder in (disk.entries(root) or {}).items():
+        inner = (disk.entries(join(root, name)) or {}) if is_folder else {name: False}
+        if any(is_ours(n) and n != MANIFEST for n in inner):
+            return True
+    return False
+
+
+def _wanted(dump: OpenedDump, names: Sequence[str], disk: FileSystem) -> list[tuple[str, str]]:
+    """Return (folder, table) of the tables that are wanted."""
+    there = sorted(dump.stored_table_names(disk))
+    for name in names:
+        if not any(name in (table, inside(folder, table)) for folder, table in there):
+            raise NoDumpError(
+                f"--table: dump {dump.path!r} holds no table {name!r}, it holds {[inside(*pair) for pair in there]}"
+            )
+    return [(f, t) for f, t in there if not names or t in names or inside(f, t) in names]
+
+
+def _bytes_to_verify(stored: Stored) -> int:
+    """Return what a check reads: all files, and the ids once more."""
+    ids = sum(stored.counts) + (sum(stored.num_counts or []) if stored.entry else 0)
+    return sum(entry.size for entry in stored.files.values()) + 8 * ids
+
+
+def _dump_facts(dump: OneDump, tables: list[TableFacts]) -> DumpFacts:
+    manifest = dump.opened.manifest
+    total = sum(sum(table.bytes.values()) for table in tables)
+    world_sizes = {part.stored.world_size for part in dump.parts.values()}
+    if manifest is None:
+        world_size = world_sizes.pop() if len(world_sizes) == 1 else None
+        return DumpFacts(
+            dump.opened.path, None, 0, None, [], None, None, world_size, None, None, total, dump.notes, tables
+        )
+    return DumpFacts(
+        path=dump.opened.path,
+        kind=manifest.kind,
+        number=dump.number,
+        dump_id=manifest.dump_id,
+        chain=manifest.chain,
+        format_version=manifest.format_version,
+        package_version=manifest.package_version,
+        world_size=manifest.world_size,
+        clock=manifest.clock,
+        written=date(manifest.clock),
+        bytes=total,
+        notes=dump.notes,
+        tables=tables,
+    )
+
+
+def _table_facts(part: Part, disk: FileSystem) -> TableFacts:
+    table, stored, entry, meta = part.table, part.stored, part.stored.entry, part.stored.meta
+    strategy_known = entry is not None or table.strategy is not None
+    return TableFacts(
+        folder=table.folder,
+        name=table.name,
+        dim=table.dim,
+        dtype=None if entry is None else entry.dtype,
+        optimizer=table.optimizer_name,
+        optimizer_numbers={name: value for name, value in meta.items() if name not in _NOT_NUMBERS},
+        num_state=None if stored.num_state < 0 else stored.num_state,
+        score_strategy=table.strategy_names if strategy_known else None,
+        evict_strategy=table.evict_strategy,
+        step_score=meta.get("step_score"),
+        dist_type=table.dist_type,
+        num_embeddings=table.num_embeddings,
+        seed=None if entry is None else entry.seed,
+        updates=None if entry is None else entry.updates,
+        rows=stored.counts,
+        sizes=None if entry is None else entry.sizes,
+        capacities=None if entry is None else entry.capacities,
+        num_buckets=None if entry is None else entry.num_buckets,
+        counted=stored.num_counts,
+        tombstones=_tombstones(stored),
+        bytes=_sizes(table, stored, disk),
+    )
+
+
+def _tombstones(stored: Stored) -> list[int] | None:
+    """Return how many ids each rank says are gone, None of a full dump."""
+    has_file = any(f"_{TOMBSTONES}." in path for path in stored.files)
+    return stored.entry.num_tombstones if has_file and stored.entry is not None else None
+
+
+def _sizes(table: DumpedTable, stored: Stored, disk: FileSystem) -> dict[str, int]:
+    """Return the bytes of a table's files, per kind of file."""
+    sizes: dict[str, int] = {}
+    for item in ITEMS:
+        paths = [stored.path(item, rank) for rank in range(stored.world_size)]
+        known = [stored.files[path].size for path in paths if path in stored.files]
+        if stored.entry is None:
+            known = [size for size in map(disk.size, paths) if size >= 0]
+        if known:
+            sizes[item] = sum(known)
+    sizes["opt_args"] = max(0, disk.size(join(stored.folder, meta_file(table.name))))
+    return sizes
+
+
+def needs(facts: DumpFacts) -> str | None:
+    """Return what a load needs beside a single dump, None for nothing."""
+    if facts.kind != INCREMENT:
+        return None
+    return f"a load needs the {len(facts.chain)} dumps before it too, base {facts.chain[0]} first"
