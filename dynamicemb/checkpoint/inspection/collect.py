@@ -8,48 +8,28 @@ from typing import Any
 from tqdm import tqdm
 
 from dynamicemb.checkpoint.format import (
-    INCREMENT,
-    ITEMS,
     MANIFEST,
-    TOMBSTONES,
     inside,
     is_ours,
-    meta_file,
+    parse_rank_file,
 )
-from dynamicemb.checkpoint.inspection.dumped import Damage, DumpedTable, Part, dumped_table
+from dynamicemb.checkpoint.inspection.describe import OneDump, dump_facts, table_facts
+from dynamicemb.checkpoint.inspection.dumped import Damage, Part, dumped_table
 from dynamicemb.checkpoint.inspection.facts import DumpFacts, KeyFacts, TableFacts
 from dynamicemb.checkpoint.inspection.health import health_of
 from dynamicemb.checkpoint.inspection.keys import look_up
 from dynamicemb.checkpoint.inspection.sample import num_looked_at
 from dynamicemb.checkpoint.inspection.scores import count_histogram, score_histograms
-from dynamicemb.checkpoint.inspection.units import date
 from dynamicemb.checkpoint.inspection.watched import WatchedDisk
 from dynamicemb.checkpoint.io import FileSystem, base_name, join
-from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, find_dump, wrong_files
+from dynamicemb.checkpoint.opened import OpenedDump, check_chain, find_dump, wrong_files
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.verify import check_true_ids, verify
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 
-# Of the JSON file, what is not a number of the optimizer.
-_NOT_NUMBERS = ("opt_type", "evict_strategy", "dist_type", "step_score")
-
 
 class NoDumpError(ValueError):
     """There is nothing to inspect: no dump at a path, or no such table in it."""
-
-
-@dataclass
-class OneDump:
-    """A dump that was opened, and those of its tables that are wanted and whose files are there."""
-
-    opened: OpenedDump
-    notes: list[str]
-    parts: dict[str, Part] = field(default_factory=dict)
-
-    @property
-    def number(self) -> int:
-        """Its place in its chain."""
-        return 0 if self.opened.manifest is None else len(self.opened.manifest.chain)
 
 
 @dataclass
@@ -95,9 +75,8 @@ class Inspection:
             for folder, name in wanted:
                 inspection._add_part(dump, folder, name, {str(found.path) for found in wrong})
             for folder, name in sorted(set(_wanted(dumps[-1].opened, names, disk)) - set(wanted)):
-                message = (
-                    f"dump {dump.opened.path!r} holds no table {inside(folder, name)!r}, the chain's last one does"
-                )
+                table = inside(folder, name)
+                message = f"dump {dump.opened.path!r} holds no table {table!r}, but the last one of the chain does"
                 inspection.damage.add(DynamicEmbError(message))
         return inspection
 
@@ -114,7 +93,7 @@ class Inspection:
     def verify(self) -> None:
         """Read every file and check what a load would check, with a bar where somebody watches."""
         parts = [part for name in self._table_names() for dump in self.dumps for part in _of(dump, name)]
-        total = sum(_bytes_to_verify(part.stored) for part in parts)
+        total = sum(_bytes_to_verify(part) for part in parts)
         with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=None) as progress:
             disk = WatchedDisk(self.disk, progress.update)
             for part in parts:
@@ -137,22 +116,22 @@ class Inspection:
             for dump in self.dumps:
                 tables = []
                 for _, part in sorted(dump.parts.items()):
-                    table = _table_facts(part, self.disk)
-                    tables.append(self._looked_at(table, part, limit, progress) if look else table)
-                facts.append(_dump_facts(dump, tables))
+                    try:
+                        tables.append(table_facts(part, self.disk))
+                        if look:
+                            tables[-1] = self._looked_at(tables[-1], part, limit, progress)
+                    except (DynamicEmbError, OSError) as error:
+                        self.damage.add(error)
+                facts.append(dump_facts(dump, tables))
         return facts
 
     def _looked_at(self, table: TableFacts, part: Part, limit: int | None, progress: Any) -> TableFacts:
-        try:
-            return replace(
-                table,
-                scores=score_histograms(part, limit, self.disk),
-                counts=count_histogram(part, limit, self.disk),
-                health=health_of(part, limit, self.disk, progress),
-            )
-        except (DynamicEmbError, OSError) as error:
-            self.damage.add(error)
-            return table
+        return replace(
+            table,
+            scores=score_histograms(part, limit, self.disk),
+            counts=count_histogram(part, limit, self.disk),
+            health=health_of(part, limit, self.disk, progress),
+        )
 
     def look_up(self, ids: Sequence[int], full: bool) -> list[KeyFacts]:
         """Return where ids are, table by table."""
@@ -192,9 +171,22 @@ def _opened(path: str, disk: FileSystem) -> OneDump:
                     "the format"
                 ) from None
             raise
+    inner = _dumps_inside(dump, disk)
+    if inner:
+        raise NoDumpError(
+            f"{path!r} is no dump, but holds {inner}; give one of them, or a full one and its increments in order"
+        )
     if dump.manifest is None and not dump.stored_table_names(disk):
         raise NoDumpError(f"{path!r} is no dump: it has no {MANIFEST}, and no file bears a name of the format")
     return OneDump(dump, [str(warning.message) for warning in caught])
+
+
+def _dumps_inside(dump: OpenedDump, disk: FileSystem) -> list[str]:
+    """Return the folders with manifests in a folder that has none."""
+    if dump.manifest is not None:
+        return []
+    found = sorted(name for name, is_folder in (disk.entries(dump.root) or {}).items() if is_folder)
+    return [name for name in found if disk.size(join(dump.root, name, MANIFEST)) >= 0]
 
 
 def _has_files(path: str, disk: FileSystem) -> bool:
@@ -218,88 +210,11 @@ def _wanted(dump: OpenedDump, names: Sequence[str], disk: FileSystem) -> list[tu
     return [(f, t) for f, t in there if not names or t in names or inside(f, t) in names]
 
 
-def _bytes_to_verify(stored: Stored) -> int:
-    """Return what a check reads: all files, and the ids once more."""
-    ids = sum(stored.counts) + (sum(stored.num_counts or []) if stored.entry else 0)
-    return sum(entry.size for entry in stored.files.values()) + 8 * ids
-
-
-def _dump_facts(dump: OneDump, tables: list[TableFacts]) -> DumpFacts:
-    manifest = dump.opened.manifest
-    total = sum(sum(table.bytes.values()) for table in tables)
-    world_sizes = {part.stored.world_size for part in dump.parts.values()}
-    if manifest is None:
-        world_size = world_sizes.pop() if len(world_sizes) == 1 else None
-        return DumpFacts(
-            dump.opened.path, None, 0, None, [], None, None, world_size, None, None, total, dump.notes, tables
-        )
-    return DumpFacts(
-        path=dump.opened.path,
-        kind=manifest.kind,
-        number=dump.number,
-        dump_id=manifest.dump_id,
-        chain=manifest.chain,
-        format_version=manifest.format_version,
-        package_version=manifest.package_version,
-        world_size=manifest.world_size,
-        clock=manifest.clock,
-        written=date(manifest.clock),
-        bytes=total,
-        notes=dump.notes,
-        tables=tables,
-    )
-
-
-def _table_facts(part: Part, disk: FileSystem) -> TableFacts:
-    table, stored, entry, meta = part.table, part.stored, part.stored.entry, part.stored.meta
-    strategy_known = entry is not None or table.strategy is not None
-    return TableFacts(
-        folder=table.folder,
-        name=table.name,
-        dim=table.dim,
-        dtype=None if entry is None else entry.dtype,
-        optimizer=table.optimizer_name,
-        optimizer_numbers={name: value for name, value in meta.items() if name not in _NOT_NUMBERS},
-        num_state=None if stored.num_state < 0 else stored.num_state,
-        score_strategy=table.strategy_names if strategy_known else None,
-        evict_strategy=table.evict_strategy,
-        step_score=meta.get("step_score"),
-        dist_type=table.dist_type,
-        num_embeddings=table.num_embeddings,
-        seed=None if entry is None else entry.seed,
-        updates=None if entry is None else entry.updates,
-        rows=stored.counts,
-        sizes=None if entry is None else entry.sizes,
-        capacities=None if entry is None else entry.capacities,
-        num_buckets=None if entry is None else entry.num_buckets,
-        counted=stored.num_counts,
-        tombstones=_tombstones(stored),
-        bytes=_sizes(table, stored, disk),
-    )
-
-
-def _tombstones(stored: Stored) -> list[int] | None:
-    """Return how many ids each rank says are gone, None of a full dump."""
-    has_file = any(f"_{TOMBSTONES}." in path for path in stored.files)
-    return stored.entry.num_tombstones if has_file and stored.entry is not None else None
-
-
-def _sizes(table: DumpedTable, stored: Stored, disk: FileSystem) -> dict[str, int]:
-    """Return the bytes of a table's files, per kind of file."""
-    sizes: dict[str, int] = {}
-    for item in ITEMS:
-        paths = [stored.path(item, rank) for rank in range(stored.world_size)]
-        known = [stored.files[path].size for path in paths if path in stored.files]
-        if stored.entry is None:
-            known = [size for size in map(disk.size, paths) if size >= 0]
-        if known:
-            sizes[item] = sum(known)
-    sizes["opt_args"] = max(0, disk.size(join(stored.folder, meta_file(table.name))))
-    return sizes
-
-
-def needs(facts: DumpFacts) -> str | None:
-    """Return what a load needs beside a single dump, None for nothing."""
-    if facts.kind != INCREMENT:
-        return None
-    return f"a load needs the {len(facts.chain)} dumps before it too, base {facts.chain[0]} first"
+def _bytes_to_verify(part: Part) -> int:
+    """Return what a check reads: all files of the ranks, and some of them once more."""
+    stored, num_rows = part.stored, sum(part.stored.counts)
+    files = sum(entry.size for path, entry in stored.files.items() if parse_rank_file(base_name(path)))
+    if stored.entry is not None:
+        return files + 8 * (num_rows + sum(stored.num_counts or []))
+    # Without a clock the newest time is looked for.
+    return 8 * num_rows * (3 if isinstance(part.table.strategy, tuple) else 1)

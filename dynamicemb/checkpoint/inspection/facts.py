@@ -167,7 +167,7 @@ class KeyFacts:
         key: the id.
         folder: of the table.
         table: its name.
-        state: ROW, COUNTED, GONE or ABSENT.
+        found: ROW, COUNTED, GONE or ABSENT.
         path: the dump that says so, the newest that names the id; None if none does.
         number: its place in the chain.
         rank: whose files hold the row or count, or say that the id is gone.
@@ -185,7 +185,7 @@ class KeyFacts:
     key: int
     folder: str
     table: str
-    state: str
+    found: str
     path: str | None = None
     number: int | None = None
     rank: int | None = None

@@ -1,7 +1,7 @@
 """What rows look like: their norms, and what should not be in them."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,14 +14,17 @@ from dynamicemb.checkpoint.io import FileSystem
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.reader import FileReader
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
-from dynamicemb.table.layout import fmix64
+from dynamicemb.table.layout import fmix64, locate
 from dynamicemb.table.ownership import owner_of
+
+# Begins anew to yield a rank and some of the ids in its files, i64 ``[M]``, M > 0.
+Ids: TypeAlias = Callable[[], Iterator[tuple[int, np.ndarray]]]
 
 _BATCH_BYTES = 2**24
 # Norms of which the median is taken: all, or every second one, every third one, ...
 _MAX_NORMS = 2**20
 # Ids that are compared at a time.
-_MAX_IDS = 2**25
+_MAX_IDS = 2**24
 
 
 def health_of(part: Part, limit: int | None, disk: FileSystem, progress: Any) -> Health:
@@ -61,7 +64,7 @@ def health_of(part: Part, limit: int | None, disk: FileSystem, progress: Any) ->
         non_finite_values=scan.non_finite_values,
         non_finite_state=scan.non_finite_state if stored.num_state > 0 else None,
         zero_rows=scan.zero_rows,
-        repeated_ids=num_repeated(ids, looked_at),
+        repeated_ids=_num_repeated(stored, ids, looked_at),
         wrong_rank_ids=_num_strays(stored, ids()),
     )
 
@@ -82,11 +85,12 @@ class _Scan:
 
     def add_values(self, values: np.ndarray) -> None:
         """Look at weights, f32 ``[M, D]``."""
-        finite = np.isfinite(values).all(1)
+        # In double precision, in which the squares of all float32 are finite and only that of zero is zero.
+        squares = np.einsum("ij,ij->i", values, values, dtype=np.float64)
+        finite = np.isfinite(squares)
         self.non_finite_values += int((~finite).sum())
-        self.zero_rows += int((values == 0).all(1).sum())
-        # In double precision, in which the squares of all float32 are finite.
-        norms = np.sqrt(np.square(values[finite], dtype=np.float64).sum(1))
+        self.zero_rows += int((squares == 0).sum())
+        norms = np.sqrt(squares[finite])
         if norms.size:
             self.least, self.greatest = min(self.least, float(norms.min())), max(self.greatest, float(norms.max()))
             self.norms.append(norms[:: self._every])
@@ -96,20 +100,45 @@ class _Scan:
         self.non_finite_state += int((~np.isfinite(state).all(1)).sum())
 
 
-def num_repeated(ids: Callable[[], Iterator[tuple[int, np.ndarray]]], total: int) -> int:
+def _num_repeated(stored: Stored, ids: Ids, total: int) -> int:
+    entry = stored.entry
+    return num_repeated(ids, total) if entry is None else num_repeated_in_buckets(ids, entry.num_buckets)
+
+
+def num_repeated(ids: Ids, total: int) -> int:
     """Return how many ids are there beyond the first of each, reading them as often as memory demands.
 
     Args:
         ids: begins anew to yield (rank, i64 ``[M]``).
         total: how many there are.
 
-    Memory: about 2^25 ids, twice.
+    Memory: 2^24 ids, a few times.
     """
     repeated, passes = 0, -(-total // _MAX_IDS)
     for number in range(passes):
         share = [batch[fmix64(batch) % np.uint64(passes) == number] if passes > 1 else batch for _, batch in ids()]
         together = np.concatenate(share)
         repeated += together.size - np.unique(together).size
+    return repeated
+
+
+def num_repeated_in_buckets(ids: Ids, num_buckets: list[int]) -> int:
+    """Return the same of files in the order of buckets, where equal ids of a rank are near each other.
+
+    Args:
+        ids: yields (rank, i64 ``[M]``), of each rank in the order of its file.
+        num_buckets: of each rank.
+    """
+    repeated, last_rank = 0, -1
+    # The ids of the bucket that the batch before ended in.
+    last_ids = np.empty(0, np.int64)
+    for rank, batch in ids():
+        if rank != last_rank:
+            last_rank, last_ids = rank, np.empty(0, np.int64)
+        distinct = np.unique(np.concatenate([last_ids, batch]))
+        repeated += last_ids.size + batch.size - distinct.size
+        buckets = locate(distinct, max(1, num_buckets[rank]), 1)[0]
+        last_ids = distinct[buckets == locate(batch[-1:], max(1, num_buckets[rank]), 1)[0]]
     return repeated
 
 

@@ -58,7 +58,7 @@ def look_up(
         for i, (rank, _, _) in _scan(wanted, part.stored, TOMBSTONES, _tombstones(part.stored), disk).items():
             # A dump says first what is gone, then what is there.
             found.setdefault(i, KeyFacts(i, table.folder, table.name, GONE, path, number, rank))
-    counts = _counts([i for i in ids if i not in found or found[i].state == GONE], parts[-1].stored, disk)
+    counts = _counts([i for i in ids if i not in found or found[i].found == GONE], parts[-1].stored, disk)
     for i, (rank, count) in counts.items():
         path, number = places[-1]
         found[i] = KeyFacts(i, table.folder, table.name, COUNTED, path, number, rank, count=count)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamicemb.checkpoint.format import INCREMENT, inside
-from dynamicemb.checkpoint.inspection.collect import needs
+from dynamicemb.checkpoint.inspection.describe import needs
 from dynamicemb.checkpoint.inspection.facts import (
     ABSENT,
     AGE,
@@ -125,7 +125,7 @@ class Report:
         for key in dict.fromkeys(facts.key for facts in found):
             self._line("")
             self._line(f"id {key}", "bold cyan")
-            present = [facts for facts in found if facts.key == key and facts.state != ABSENT]
+            present = [facts for facts in found if facts.key == key and facts.found != ABSENT]
             if not present:
                 tables = [inside(facts.folder, facts.table) for facts in found if facts.key == key]
                 rest = "; the dumps before it may have it" if needs(dumps[0]) else ""
@@ -137,11 +137,11 @@ class Report:
         grid = _grid()
         _row(grid, "table", inside(facts.folder, facts.table))
         where = f"increment {facts.number}" if facts.number else "the full dump" if is_chain else "the dump"
-        if is_chain or facts.state == GONE:
+        if is_chain or facts.found == GONE:
             where += f" {facts.path!r}"
-        if facts.state == GONE:
+        if facts.found == GONE:
             _row(grid, "gone", f"since {where}")
-        elif facts.state == COUNTED:
+        elif facts.found == COUNTED:
             _row(grid, "counted", f"{number(facts.count or 0)} times, not admitted; by rank {facts.rank} of {where}")
         else:
             _row(grid, "row", f"{number(facts.position or 0)} of rank {facts.rank} of {where}")
