@@ -97,11 +97,12 @@ def make_dump(
     files: dict[str, FileEntry] = {}
     keys = np.array(ids, np.int64)
     owners = owner_of(torch.from_numpy(keys), world_size).numpy()
+    place = {i: number for number, i in enumerate(ids)}
     counts, num_counters = [], []
     for rank in range(world_size):
         own = keys[owners == rank]
         own = own[np.argsort(locate(own, num_buckets, 1)[0], kind="stable")] if own.size else own
-        numbers = np.array([list(ids).index(i) for i in own.tolist()], np.int64)
+        numbers = np.array([place[i] for i in own.tolist()], np.int64)
         kept = {i: n for i, n in (counted or {}).items() if i % 2**64 % world_size == rank}
         arrays: dict[str, np.ndarray] = {
             KEYS: own,

@@ -19,6 +19,7 @@ from dynamicemb import DynamicEmbScoreStrategy
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.checkpoint.inspection import health, sample, scores, units
 from dynamicemb.checkpoint.inspection.collect import Inspection
+from dynamicemb.checkpoint.inspection.command import main
 from dynamicemb.checkpoint.inspection.health import num_repeated, num_repeated_in_buckets
 from dynamicemb.checkpoint.inspection.report import Report
 from dynamicemb.checkpoint.inspection.sample import blocks, num_looked_at
@@ -379,32 +380,46 @@ def test_any_width_of_a_terminal_will_do(
         assert "4 times, not admitted" in text and "81" not in text
 
 
-def child(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[bytes]":
-    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "COLUMNS")}
-    kept |= {"PYTHONPATH": os.getcwd(), **environment}
-    command = [sys.executable, "-m", "dynamicemb.inspect", *map(str, arguments)]
-    return subprocess.run(command, env=kept, capture_output=True)
-
-
 def test_a_pipe_gets_no_colours_and_no_bar(tmp_path: Path) -> None:
     make_dump(tmp_path / "d", range(30))
-    done = child(tmp_path / "d", "--verify")
+    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "COLUMNS")}
+    environment |= {"PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "dynamicemb.inspect", "--verify"]
+    done = subprocess.run([*command, str(tmp_path / "d")], env=environment, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"") and b"\x1b" not in done.stdout
     assert "█" in done.stdout.decode() and b"verified: every file" in done.stdout
-    # It would have had colours on a terminal.
-    console = Console(force_terminal=True, file=io.StringIO(), width=80)
-    Report(console).table(Inspection.open([str(tmp_path / "d")], [], DISK).facts(None)[0].tables[0])
-    assert "\x1b" in console.file.getvalue()
-    done = child(tmp_path / "d", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and b"########" in done.stdout
-    assert child(tmp_path / "nowhere").returncode == 2
+    assert subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True).returncode == 2
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def printed(folder: Path, console: Console) -> str:
+    """Return what the report of a dump's only table is on a console."""
+    Report(console).table(Inspection.open([str(folder)], [], DISK).facts(None)[0].tables[0])
+    file = console.file
+    assert isinstance(file, io.TextIOWrapper)
+    file.flush()
+    return file.buffer.getvalue().decode()  # type: ignore[attr-defined]
+
+
+def test_a_terminal_gets_colours_and_what_it_can_show(tmp_path: Path) -> None:
     make_dump(tmp_path / "d", range(30))
-    command = f"'{sys.executable}' -m dynamicemb.inspect --json '{tmp_path / 'd'}' | true"
-    done = subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True)
-    assert b"Traceback" not in done.stderr
+    for encoding, bar in (("utf-8", "█"), ("ascii", "#")):
+        for force_terminal in (True, False):
+            file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+            text = printed(tmp_path / "d", Console(force_terminal=force_terminal, file=file, width=80))
+            assert ("\x1b" in text) == force_terminal and bar * 8 in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--key=1"]])
+def test_a_reader_that_goes_away_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    make_dump(tmp_path / "d", range(30))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "d"), *arguments])
 
 
 # Numbers

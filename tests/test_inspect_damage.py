@@ -289,7 +289,7 @@ def test_help_names_every_option(shell: Shell) -> None:  # noqa: F811
 
 
 def test_a_disk_that_fails_is_said_without_a_traceback(shell: Shell, dumped: Path) -> None:  # noqa: F811
-    for arguments in (["--verify"], ["--key=1", "--key=2"]):
+    for arguments in (["--verify", "--table=b", "--rows=1"], ["--table=a", "--key=1", "--key=2"]):
         shell.disk = counting = FailingDisk(-1, 0)
         assert shell.run(dumped, *arguments)[0] == 0
         seen = set()
