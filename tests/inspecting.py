@@ -91,12 +91,13 @@ def make_dump(
     num_buckets: int = 7,
     dim: int = 3,
     counted: dict[int, int] | None = None,
+    dist_type: str = "roundrobin",
 ) -> Path:
     """Write a dump of a table "t" as a model of several ranks would, without one: row i has the values i, i, i."""
     folder.mkdir()
     files: dict[str, FileEntry] = {}
     keys = np.array(ids, np.int64)
-    owners = owner_of(torch.from_numpy(keys), world_size).numpy()
+    owners = owner_of(torch.from_numpy(keys), world_size, dist_type, 50).numpy()
     place = {i: number for number, i in enumerate(ids)}
     counts, num_counters = [], []
     for rank in range(world_size):
@@ -121,7 +122,7 @@ def make_dump(
     (folder / "t_opt_args.json").write_bytes(meta)
     files["t_opt_args.json"] = FileEntry(len(meta), zlib.crc32(meta))
     entry = TableEntry(
-        dim, "float32", "sgd", -1, ["TIMESTAMP"], "roundrobin", 50, 1, 4, counted is not None, counts, counts,
+        dim, "float32", "sgd", -1, ["TIMESTAMP"], dist_type, 50, 1, 4, counted is not None, counts, counts,
         [num_buckets] * world_size, [num_buckets * 16] * world_size, num_counters, [0] * world_size,
     )  # fmt: skip
     manifest = Manifest("0.1.0", FULL, "5" * 32, [], world_size, CLOCK, {"": {"t": entry}}, files)

@@ -105,6 +105,8 @@ def test_all_damage_is_listed_once(shell: Shell, dumped: Path) -> None:  # noqa:
     assert status == 1 and sorted(names) == ["a_emb_values", "b_emb_scores", "b_emb_values", "z_emb_keys"]
     # Of b, which misses a file, nothing is read.
     assert [line for line in lines(out) if line.startswith("table")] == ["table a"]
+    status, out, err = shell.run(dumped, "--table=b", "--key=1")
+    assert status == 1 and not any(line.startswith(("table", "id 1")) for line in lines(out))
 
 
 def test_wrong_contents_with_right_checksums_are_damage(shell: Shell, tmp_path: Path) -> None:  # noqa: F811

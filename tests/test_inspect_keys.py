@@ -12,11 +12,14 @@ from dynamicemb.checkpoint.inspection import keys
 from dynamicemb.checkpoint.inspection.watched import WatchedDisk
 from dynamicemb.checkpoint.io import DISK
 from dynamicemb.table.layout import locate
+from dynamicemb.table.ownership import owner_of
 from tests.admitting import admitting
 from tests.checkpoints import read_reference_files, records, train, trained
 from tests.inspecting import CLOCK, Shell, lines, make_dump, rewrite, shell  # noqa: F401
 from tests.lookups import EXTREME, bag_per_id, make_module, options
+from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.test_checkpoint_increments import ids_in
+from tests.test_checkpoint_ranks import case_for, train_and_dump
 from tests.test_checkpoint_reference import CASES, DIMS, DUMPS
 
 TIMESTAMP, STEP, CUSTOMIZED, LFU, NO_EVICTION = DynamicEmbScoreStrategy
@@ -82,20 +85,23 @@ def test_the_report_of_a_key(shell: Shell, tmp_path: Path) -> None:  # noqa: F81
     assert "id -20\n" in shell.text(tmp_path / "d", f"--key={2**64 - 20}")
 
 
-@pytest.mark.parametrize("num_buckets", [1, 5, 90])
+@pytest.mark.parametrize("dist_type", ["roundrobin", "hash_roundrobin", "continuous"])
+@pytest.mark.parametrize("num_buckets", [1, 90])
 def test_every_id_is_found_by_its_bucket(
     shell: Shell,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_buckets: int,
+    dist_type: str,
 ) -> None:
-    ids = [*EXTREME, *range(100, 300)]
-    make_dump(tmp_path / "d", ids, world_size=3, num_buckets=num_buckets)
+    ids = [*EXTREME, *range(20, 220)]
+    owners = owner_of(torch.tensor(ids), 3, dist_type, 50).tolist()
+    make_dump(tmp_path / "d", ids, world_size=3, num_buckets=num_buckets, dist_type=dist_type)
     for batch in (4096, 3):
         monkeypatch.setattr(keys, "_BUCKET_BATCH", batch)
-        found = found_in(shell.json(tmp_path / "d", *wanted([*ids, *range(300, 340)])), "t")
+        found = found_in(shell.json(tmp_path / "d", "--verify", *wanted([*ids, *range(300, 340)])), "t")
         for number, i in enumerate(ids):
-            assert (found[i]["found"], found[i]["values"], found[i]["rank"]) == ("row", [number] * 3, i % 2**64 % 3)
+            assert (found[i]["found"], found[i]["values"], found[i]["rank"]) == ("row", [number] * 3, owners[number])
         assert {found[i]["found"] for i in range(300, 340)} == {"absent"}
 
 
@@ -107,6 +113,28 @@ def test_a_large_file_is_not_read_for_a_key(shell: Shell, tmp_path: Path) -> Non
     assert [f["found"] for f in found] == ["row", "absent"]
     manifests = (tmp_path / "d" / "manifest.json").stat().st_size
     assert manifests < sum(num_bytes) < manifests + 4 * 8 * 4096 < 20_000 * 8
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_is_found_in_the_files_of_its_ranks(
+    shell: Shell,  # noqa: F811
+    tmp_path: Path,
+    ranks: RankPool,  # noqa: F811
+) -> None:
+    held = ranks.run(2, train_and_dump, case_for("continuous"), str(tmp_path / "d"))
+    facts = shell.json(tmp_path / "d", "--verify")
+    assert [(t["folder"], t["name"]) for t in facts["dumps"][0]["tables"]] == [
+        ("model.collection", "things"), ("model.collection", "users"),
+    ]  # fmt: skip
+    for table in facts["dumps"][0]["tables"]:
+        assert table["rows"] == [len(part[table["name"]]) for part in held] and min(table["rows"]) > 0
+        assert table["num_embeddings"] == 300 and table["health"]["wrong_rank_ids"] == 0
+    for name in ("users", "things"):
+        ids = [i for part in held for i in part[name]]
+        found = found_in(shell.json(tmp_path / "d", "--full", "--table", name, *wanted(ids)), name)
+        for rank, part in enumerate(held):
+            for i, (weights, _, _) in part[name].items():
+                assert found[i]["rank"] == rank and np.array(found[i]["values"], np.float32).tobytes() == weights
 
 
 # Chains
@@ -163,7 +191,7 @@ def test_an_increment_alone_says_that_it_is_not_all(shell: Shell, tmp_path: Path
     base = shell.json(tmp_path / "base")["dumps"][0]["dump_id"]
     text = shell.text(tmp_path / "1", f"--key={untouched}", "--verify")
     assert "kind       increment 1 of its chain" in text and f"base       {base}" in text
-    assert f"a load needs the 1 dumps before it too, base {base} first" in text
+    assert f"a load takes the dumps before it too (1), from base {base} on" in text
     assert "not in a; the dumps before it may have it" in text
     table = shell.table(tmp_path / "1")
     assert table["rows"] == [1] and table["sizes"] == [len(records(module, "a"))] and table["tombstones"] == [0]

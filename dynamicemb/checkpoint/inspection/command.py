@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, disk: FileSystem = DISK) -> int
     if options.json:
         console.out(_json(dumps, found, damage, options.verify), highlight=False)
     else:
-        _print(Report(console), dumps, found)
+        _print(Report(console), dumps, found, with_tables=not options.key)
         if options.verify and not damage:
             known = all(facts.kind is not None for facts in dumps)
             verdict = "every file is as it was written" if known else "all sizes fit; no checksums without a manifest"
@@ -94,14 +94,13 @@ def _rows(text: str) -> int | None:
     return value
 
 
-def _print(report: Report, dumps: list[DumpFacts], found: list[KeyFacts]) -> None:
+def _print(report: Report, dumps: list[DumpFacts], found: list[KeyFacts], with_tables: bool) -> None:
     for facts in dumps:
         report.dump(facts)
         if len(dumps) == 1:
             report.alone(facts)
-        if not found:
-            for table in facts.tables:
-                report.table(table)
+        for table in facts.tables if with_tables else []:
+            report.table(table)
     report.keys(found, dumps)
 
 

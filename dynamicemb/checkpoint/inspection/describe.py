@@ -112,4 +112,4 @@ def needs(facts: DumpFacts) -> str | None:
     """Return what a load needs beside a single dump, None for nothing."""
     if facts.kind != INCREMENT:
         return None
-    return f"a load needs the {len(facts.chain)} dumps before it too, base {facts.chain[0]} first"
+    return f"a load takes the dumps before it too ({len(facts.chain)}), from base {facts.chain[0]} on"

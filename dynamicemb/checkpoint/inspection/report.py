@@ -41,13 +41,12 @@ class Report:
 
     def dump(self, facts: DumpFacts) -> None:
         """Print what a dump is, without its tables."""
-        self._line(facts.path, "bold")
+        # Whole even where it is longer than a line, so that it can be copied.
+        self._console.print(Text(facts.path, "bold"), soft_wrap=True)
         grid = _grid()
         if facts.kind is None:
             ranks = _NOT_RECORDED if facts.world_size is None else number(facts.world_size)
-            _row(
-                grid, "kind", "without a manifest, as of the reference implementation: what is not said is not recorded"
-            )
+            _row(grid, "kind", "no manifest, as of the reference implementation: what is not said is not recorded")
             _row(grid, "ranks", ranks)
         else:
             _row(grid, "kind", "full dump" if facts.kind != INCREMENT else f"increment {facts.number} of its chain")
@@ -90,11 +89,8 @@ class Report:
         if facts.capacities is not None:
             load = sum(rows) / max(1, sum(facts.capacities))
             _row(grid, "capacity", f"{_per_rank(facts.capacities)}, load {load:.3f}")
-        _row(
-            grid,
-            "counted",
-            "no counters in the dump" if facts.counted is None else f"{_per_rank(facts.counted)}, not admitted",
-        )
+        counted = "no counters in the dump" if facts.counted is None else f"{_per_rank(facts.counted)}, not admitted"
+        _row(grid, "counted", counted)
         files = ", ".join(f"{item} {size(value)}" for item, value in facts.bytes.items())
         _row(grid, "on disk", f"{size(sum(facts.bytes.values()))}: {files}")
         if facts.health is not None:
