@@ -65,7 +65,7 @@ def test_a_key_shows_what_its_row_held(shell: Shell, tmp_path: Path, strategy: A
 
 
 def test_the_report_of_a_key(shell: Shell, tmp_path: Path) -> None:  # noqa: F811
-    make_dump(tmp_path / "d", range(-20, 20), dim=10, counted={100: 12, -102: 1234})
+    make_dump(tmp_path / "d", range(-20, 20), dim=10, counted={100: 12, -102: 1234, 19: 5})
     text = shell.text(tmp_path / "d", "--key", "19", "--key=-20", "--key=100", "--key=-102", "--key=0x7f", "--key=19")
     parts = [lines(part) for part in text.split("\n\n")]
     position = np.fromfile(tmp_path / "d" / "t_emb_keys.rank_1.world_size_2", np.int64).tolist().index(19)
