@@ -67,13 +67,22 @@ def is_inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
+def runs_main(node: ast.AST) -> bool:
+    """Say whether a statement is `if __name__ == "__main__":` with a single call in it."""
+    if not isinstance(node, ast.If) or ast.unparse(node.test) != "__name__ == '__main__'" or node.orelse:
+        return False
+    return len(node.body) == 1 and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Call)
+
+
 def only_hands_on_names(tree: ast.Module) -> list[int]:
-    """List the lines at module level that define more than `__all__`, `__version__` or a lazy `__getattr__`."""
+    """List the lines at module level that do more than hand on names, or run a `main` that was imported."""
     bad = []
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             continue
         if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            continue
+        if runs_main(node):
             continue
         if isinstance(node, ast.If) and dotted(node.test).split(".")[-1] == "TYPE_CHECKING":
             continue
@@ -159,6 +168,8 @@ def test_every_folder_has_a_layer() -> None:
         ("dynamicemb.optimizer", "import torchrec"),
         ("dynamicemb.planner", "from dynamicemb.sharding.planner import X\nY = X()"),
         ("dynamicemb.planner", "def get_planner(): pass"),
+        ("dynamicemb.inspect", "if __name__ == '__main__':\n    x = 1\n    print(x)"),
+        ("dynamicemb.inspect", "if __name__ == '__main__':\n    main()\nelse:\n    main()"),
     ],
 )
 def test_the_rules_catch_a_bad_module(module: str, source: str) -> None:
@@ -175,6 +186,10 @@ def test_the_rules_catch_a_bad_module(module: str, source: str) -> None:
         ("dynamicemb.planner", '"""Names."""\nfrom .sharding.planner import X\n\n__all__ = ["X"]'),
         ("dynamicemb", "def __getattr__(name):\n    from .sharding import planner\n    return getattr(planner, name)"),
         ("dynamicemb.table.rows", "import torch\ntensor.open = 1\nindex.open_slots()"),
+        (
+            "dynamicemb.inspect",
+            "from .checkpoint.x import main\nif __name__ == '__main__':\n    exit(main())",
+        ),
     ],
 )
 def test_the_rules_accept_a_good_module(module: str, source: str) -> None:

@@ -3,9 +3,11 @@
 import json
 import warnings
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dynamicemb.checkpoint.described import DescribedTable
 from dynamicemb.checkpoint.format import (
     COUNTER_FREQUENCIES,
     COUNTER_KEYS,
@@ -26,7 +28,6 @@ from dynamicemb.checkpoint.format import (
     rank_file,
 )
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
-from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.target import Target
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.optimizer import get_optimizer_state_dim
@@ -100,7 +101,7 @@ class OpenedDump:
                     names.add((folder, file.table))
         return names
 
-    def stored(self, table: Table, disk: FileSystem) -> Stored:
+    def stored(self, table: DescribedTable, disk: FileSystem) -> Stored:
         """Return what the dump holds of a table.
 
         Raises:
@@ -145,6 +146,19 @@ def open_dump(path: str, disk: FileSystem) -> OpenedDump:
         FileNotFoundError: there is no dump.
         CheckpointCorruptError: the manifest is damaged, or files are missing, too many or of another size.
     """
+    dump = find_dump(path, disk)
+    for error in wrong_files(dump, disk):
+        raise error
+    return dump
+
+
+def find_dump(path: str, disk: FileSystem) -> OpenedDump:
+    """Read the manifest of a dump; the files may be others than it says.
+
+    Raises:
+        FileNotFoundError: there is no dump.
+        CheckpointCorruptError: the manifest is damaged.
+    """
     root = disk.real_path(path)
     if not disk.entries(root):
         previous = Target(path, disk).previous
@@ -153,7 +167,7 @@ def open_dump(path: str, disk: FileSystem) -> OpenedDump:
         warnings.warn(
             f"{path!r} was being replaced when its writer was stopped; the dump before is read from {previous!r}",
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         root = previous
     for candidate, folder in ((root, ""), (parent_of(root), base_name(root))):
@@ -165,13 +179,12 @@ def open_dump(path: str, disk: FileSystem) -> OpenedDump:
             manifest = Manifest.from_bytes(data, path_of_it)
             if folder and folder not in manifest.collections:
                 continue
-            _check_listing(candidate, manifest, disk)
             return OpenedDump(path, candidate, folder, manifest)
     warnings.warn(
         f"dump {path!r} has no {MANIFEST}, as those of the reference implementation: only the sizes of its files can "
         "be checked",
         UserWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
     return OpenedDump(path, root, "", None)
 
@@ -265,22 +278,25 @@ def checksum(path: str, size: int, disk: FileSystem) -> int:
     return crc
 
 
-def _check_listing(root: str, manifest: Manifest, disk: FileSystem) -> None:
-    """Compare the names and sizes of all files of our format with the manifest."""
+def wrong_files(dump: OpenedDump, disk: FileSystem) -> Iterator[CheckpointCorruptError]:
+    """Compare the names and sizes of all files of our format with the manifest; yield what differs."""
+    root, manifest = dump.root, dump.manifest
+    if manifest is None:
+        return
     there = set()
     for name, is_folder in (disk.entries(root) or {}).items():
         inner = (disk.entries(join(root, name)) or {}) if is_folder else {}
         there |= {inside(name, n) for n in inner if is_ours(n)} if is_folder else {name} if is_ours(name) else set()
     for path in sorted(there - manifest.files.keys() - {MANIFEST}):
-        raise CheckpointCorruptError(join(root, path), "no such file in this dump", "a file")
+        yield CheckpointCorruptError(join(root, path), "no such file in this dump", "a file")
     for path, entry in manifest.files.items():
         size = disk.size(join(root, path))
         if size != entry.size:
             got = f"{size} bytes" if size >= 0 else "nothing"
-            raise CheckpointCorruptError(join(root, path), f"{entry.size} bytes", got)
+            yield CheckpointCorruptError(join(root, path), f"{entry.size} bytes", got)
 
 
-def _foreign(folder: str, table: Table, disk: FileSystem) -> Stored:
+def _foreign(folder: str, table: DescribedTable, disk: FileSystem) -> Stored:
     """Find out from names and sizes what a folder holds of a table."""
     files = [f for f in map(parse_rank_file, disk.entries(folder) or {}) if f is not None and f.table == table.name]
     world_sizes = sorted({file.world_size for file in files})
@@ -339,9 +355,9 @@ def _foreign_counts(folder: str, name: str, world_size: int, disk: FileSystem) -
     return [size // 8 for size in sizes[COUNTER_KEYS]]
 
 
-def _state_bytes(meta: dict[str, Any], table: Table) -> int:
+def _state_bytes(meta: dict[str, Any], table: DescribedTable) -> int:
     """Return the bytes of a row's optimizer state in files of the reference implementation, -4 if unknown."""
     try:
-        return 4 * get_optimizer_state_dim(meta.get("opt_type", table.module.optimizer.name), table.dim)
+        return 4 * get_optimizer_state_dim(meta.get("opt_type", table.optimizer_name), table.dim)
     except ValueError:
         return -4

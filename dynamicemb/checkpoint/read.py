@@ -20,9 +20,9 @@ from dynamicemb.checkpoint.format import (
 from dynamicemb.checkpoint.io import FileSystem
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.reader import FileReader
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
-from dynamicemb.errors import CheckpointCorruptError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, score_load_permutation
 from dynamicemb.table.ownership import CONTINUOUS
 from dynamicemb.table.scores import MAX_SCORE
@@ -31,47 +31,6 @@ _BATCH_BYTES = 2**24
 
 # Which rows of a batch: all, or positions.
 Kept: TypeAlias = slice | np.ndarray
-
-
-class FileReader:
-    """A file of rows of equal size. Use it as a context."""
-
-    def __init__(self, disk: FileSystem, path: str, dtype: type[np.generic], width: int) -> None:
-        """Open the file.
-
-        Args:
-            disk: the file system.
-            path: of the file.
-            dtype: of the values.
-            width: values of a row.
-        """
-        self._disk = disk
-        self._path = path
-        self._dtype = np.dtype(dtype)
-        self._width = width
-        self._file = disk.open(path)
-
-    def __enter__(self) -> "FileReader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._disk.close(self._file)
-
-    def read(self, begin: int, count: int) -> np.ndarray:
-        """Return the rows ``begin..begin + count``, ``[count, width]``.
-
-        Raises:
-            CheckpointCorruptError: the file ends before.
-        """
-        values = np.empty((count, self._width), self._dtype)
-        if values.size:
-            row_bytes = self._width * self._dtype.itemsize
-            number = self._disk.read(self._file, values.view(np.uint8).reshape(-1).data, begin * row_bytes)
-            if number != values.nbytes:
-                raise CheckpointCorruptError(
-                    self._path, f"{(begin + count) * row_bytes} bytes", f"{begin * row_bytes + number} bytes"
-                )
-        return values
 
 
 class Rows(NamedTuple):

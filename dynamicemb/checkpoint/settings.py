@@ -4,11 +4,10 @@ import warnings
 
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.sources import Table
-from dynamicemb.errors import DynamicEmbError
+from dynamicemb.checkpoint.verify import check_true_ids
 from dynamicemb.optimizer import saved_iterations
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy
 from dynamicemb.table.import_rows import adopt_initial_state, adopt_score, adopt_seed, adopt_updates
-from dynamicemb.table.ownership import CONTINUOUS
 
 
 def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bool, report: bool) -> None:
@@ -30,12 +29,7 @@ def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bo
         raise ValueError(
             f"table {table} has dim {table.dim}, the dump {entry.dim}; make the table with dim={entry.dim}"
         )
-    if entry is None and stored.meta.get("dist_type") == CONTINUOUS and stored.world_size > 1:
-        raise DynamicEmbError(
-            f"table {table}: the dump was written with 'continuous' routing by {stored.world_size} ranks and has no "
-            "manifest; the reference implementation stores ids there that are counted from each rank's first one, from "
-            "which the true ids cannot be told. Dump it again there with 'roundrobin' or on one rank"
-        )
+    check_true_ids(table, stored)
     if not fresh_scores:
         _check_scores(table, stored)
     if optim:

@@ -80,6 +80,11 @@ class Table:
         return self.group.store.formats[self.index].num_state
 
     @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name in dumps."""
+        return self.module.optimizer.name
+
+    @property
     def counter(self) -> Index | None:
         """The index of the ids that are not admitted yet, if there is one of ours."""
         return None if self.group.admission is None else self.group.admission.counter

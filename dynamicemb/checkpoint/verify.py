@@ -1,22 +1,22 @@
 """Read every file of a dump once before any table is touched."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from dynamicemb.checkpoint.described import DescribedTable
 from dynamicemb.checkpoint.format import COUNTER_KEYS, KEYS, SCORES, TableEntry
 from dynamicemb.checkpoint.io import FileSystem
 from dynamicemb.checkpoint.opened import Stored, check_crc
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.read import FileReader
-from dynamicemb.checkpoint.sources import Table
+from dynamicemb.checkpoint.reader import FileReader
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
-from dynamicemb.errors import CheckpointCorruptError
+from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy
 from dynamicemb.table.layout import locate
-from dynamicemb.table.ownership import owner_of
+from dynamicemb.table.ownership import CONTINUOUS, owner_of
 
 
 @dataclass
@@ -42,7 +42,21 @@ class Verified:
         return Verified(owned, newest)
 
 
-def verify(tables: list[Table], stored: list[list[Stored]], ranks: Ranks, disk: FileSystem) -> Verified:
+def check_true_ids(table: DescribedTable, stored: Stored) -> None:
+    """Refuse files that hold changed ids.
+
+    Raises:
+        DynamicEmbError: as said.
+    """
+    if stored.entry is None and stored.meta.get("dist_type") == CONTINUOUS and stored.world_size > 1:
+        raise DynamicEmbError(
+            f"table {table}: the dump was written with 'continuous' routing by {stored.world_size} ranks and has no "
+            "manifest; the reference implementation stores ids there that are counted from each rank's first one, from "
+            "which the true ids cannot be told. Dump it again there with 'roundrobin' or on one rank"
+        )
+
+
+def verify(tables: Sequence[DescribedTable], stored: list[list[Stored]], ranks: Ranks, disk: FileSystem) -> Verified:
     """Check this rank's share of the files: those of the writing ranks r, r + R, ...
 
     Raises:
@@ -73,7 +87,7 @@ def _batches(disk: FileSystem, path: str, count: int, width: int = 1) -> Iterato
             yield reader.read(begin, min(BATCH_SIZE_PER_DUMP, count - begin))
 
 
-def _check_keys(table: Table, stored: Stored, file_rank: int, ranks: Ranks, disk: FileSystem) -> np.ndarray:
+def _check_keys(table: DescribedTable, stored: Stored, file_rank: int, ranks: Ranks, disk: FileSystem) -> np.ndarray:
     """Check the ids of one file; return how many of them each loading rank will own."""
     owned = np.zeros(ranks.world_size, np.int64)
     path = stored.path(KEYS, file_rank)
@@ -116,7 +130,7 @@ def _check_counted(stored: Stored, file_rank: int, disk: FileSystem) -> None:
         _check_writer(path, batch[:, 0], stored, stored.entry, file_rank)
 
 
-def _newest(table: Table, stored: Stored, file_rank: int, disk: FileSystem) -> int:
+def _newest(table: DescribedTable, stored: Stored, file_rank: int, disk: FileSystem) -> int:
     column = table.strategy_names.index(DynamicEmbScoreStrategy.TIMESTAMP.name)
     batches = _batches(disk, stored.path(SCORES, file_rank), stored.counts[file_rank], stored.num_columns)
     return max((int(batch[:, column].max()) for batch in batches), default=0)

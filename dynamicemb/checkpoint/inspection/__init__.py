@@ -1,0 +1,1 @@
+"""What is in a dump, without a model: ``python -m dynamicemb.inspect``."""
