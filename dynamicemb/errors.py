@@ -49,7 +49,8 @@ class InsertFailedError(DynamicEmbError):
     def __str__(self) -> str:
         return (
             f"table {self.table!r}: {self.failed} of {self.total} new ids found no slot that may be evicted; "
-            "raise max_capacity, or send fewer distinct ids per step"
+            "raise max_capacity (with a planner num_embeddings), lower protect_steps, or send fewer distinct ids "
+            "per step"
         )
 
 

@@ -92,7 +92,10 @@ class DynamicEmbInitializerArgs:
             ValueError: a field is not finite in fp32, or the fields contradict each other.
         """
         if not isinstance(self.mode, DynamicEmbInitializerMode):
-            raise TypeError(f"mode must be a DynamicEmbInitializerMode, got {self.mode!r}")
+            raise TypeError(
+                f"mode must be a DynamicEmbInitializerMode, got {self.mode!r}; "
+                "use for example DynamicEmbInitializerMode.UNIFORM"
+            )
         for name in ("mean", "std_dev", "value"):
             _check_float32(name, getattr(self, name))
         for name in ("lower", "upper"):

@@ -13,7 +13,7 @@ from dynamicemb.table.index import FAILED
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.plan import InsertPlan
 
-_REMEDY = "raise max_capacity, or send fewer distinct ids per step"
+_REMEDY = "raise max_capacity (with a planner num_embeddings), lower protect_steps, or send fewer distinct ids per step"
 
 
 class InsertChecks:
