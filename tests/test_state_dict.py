@@ -54,7 +54,7 @@ def described(state: dict[str, Any], name: str = "a") -> Any:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_c23_what_is_saved_comes_back(backend: str, strategy: Any) -> None:
+def test_c29_what_is_saved_comes_back(backend: str, strategy: Any) -> None:
     def make(**more: Any) -> Any:
         tables = [table(strategy), table(strategy, dim=3)]
         module = module_on(backend, *tables, optimizer="adam", **more)
@@ -180,7 +180,7 @@ def damage(state: dict[str, Any], how: str) -> None:
     elif how == "text":
         state[A + "dynamic_table"] = "{"
     elif how == "field":
-        text["table"]["dim"] = "5"
+        text["entry"]["dim"] = "5"
         state[A + "dynamic_table"] = json.dumps(text)
     elif how == "no table":
         del state[A + "dynamic_table"]
@@ -253,7 +253,7 @@ def test_a_failure_leaves_the_tables_empty(monkeypatch: pytest.MonkeyPatch) -> N
     assert module.stats()["a"]["size"] == 59
 
 
-def test_c23_a_smaller_table_keeps_the_highest_scores(backend: str) -> None:
+def test_c29_a_smaller_table_keeps_the_highest_scores(backend: str) -> None:
     module = module_on(backend, table(LFU, capacity=64, bucket_capacity=64))
     ids = list(range(-10, 14))
     step(module, [i for i in ids for _ in range(11 + i)])
@@ -272,7 +272,7 @@ def test_c10_ids_that_have_expired_stay_out(backend: str) -> None:
     step_forgetful(module, 2, 3)
     wait(module, 50)
     state = module.state_dict()
-    assert described(state)["table"]["counts"] == [2] and described(state, "b")["table"]["counts"] == [4]
+    assert described(state)["entry"]["counts"] == [2] and described(state, "b")["entry"]["counts"] == [4]
     assert set(state[A + "dynamic_ids"].tolist()) == {2, 3}
     later = make_forgetful(backend, ttl=40.0)
     wait(later, 10**6)

@@ -21,13 +21,18 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from dynamicemb.checkpoint.format import TableEntry, typed
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.ownership import fmix64
 from dynamicemb.version import __version__
 
 STATE_VERSION = 1
+# Ids whose hashes are added up at a time.
+_IDS_AT_A_TIME = 2**20
 
 IDS = "dynamic_ids"
 VALUES = "dynamic_values"
@@ -61,6 +66,18 @@ def rows_are_left_out() -> bool:
     return _without_rows.get()
 
 
+def sum_of(ids: torch.Tensor) -> int:
+    """Return a number of 64 bits that tells other ids i64 ``[n]`` from these, in any order.
+
+    torch puts a ``ShardedTensor`` together (``full_state_dict``) as if all shards but the last were of one size. What
+    it makes of others, of which rows have gone, has the right size.
+    """
+    total = 0
+    for part in ids.split(_IDS_AT_A_TIME):
+        total += int(fmix64(part).sum())
+    return total % 2**64
+
+
 def entries_of(table: Table) -> list[str]:
     """Return the names of the entries that a table has."""
     left_out = set() if table.num_state else {STATE}
@@ -76,11 +93,15 @@ class Description:
         clock: Unix nanoseconds; ages count from here.
         entry: as in the manifest of a dump; its lists have an entry for each rank that saved.
         meta: as in the JSON file of a dump: optimizer, strategy, step.
+        ids_sum: ``sum_of`` the ids of all rows.
+        counter_ids_sum: ``sum_of`` the ids that are counted.
     """
 
     clock: int
     entry: TableEntry
     meta: dict[str, Any]
+    ids_sum: int
+    counter_ids_sum: int
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +116,7 @@ class Description:
     def to_json(self) -> str:
         """Return the entry of the state_dict."""
         head = {"format_version": STATE_VERSION, "package_version": __version__}
-        return json.dumps(head | {"clock": self.clock, "table": asdict(self.entry), "meta": self.meta})
+        return json.dumps(head | asdict(self))
 
     @classmethod
     def from_json(cls, text: Any, table: Table) -> "Description":
@@ -112,8 +133,9 @@ class Description:
                     f"table {table}: its entries in the state_dict have version {version}, this package reads up to "
                     f"{STATE_VERSION}; load them with dynamicemb {values.get('package_version')} or later"
                 )
-            entry: TableEntry = typed(TableEntry, values["table"], "table")
-            return cls(typed(int, values["clock"], "clock"), entry, dict(values["meta"]))
+            entry: TableEntry = typed(TableEntry, values["entry"], "entry")
+            clock, *sums = (typed(int, values[name], name) for name in ("clock", "ids_sum", "counter_ids_sum"))
+            return cls(clock, entry, dict(values["meta"]), *sums)
         except (TypeError, ValueError, KeyError) as error:
             raise DynamicEmbError(f"table {table}: entry {TABLE!r} of the state_dict is damaged: {error!r}") from None
 

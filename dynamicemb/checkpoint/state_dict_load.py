@@ -25,6 +25,7 @@ from dynamicemb.checkpoint.state_dict import (
     TENSORS,
     VALUES,
     Description,
+    sum_of,
 )
 from dynamicemb.checkpoint.state_dict_exchange import Exchange
 from dynamicemb.checkpoint.state_dict_shards import local_rows, ranks_of
@@ -128,7 +129,8 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
     tables = [part.table for part in found]
     agreed = [(part.description, part.complete, sorted(part.local)) for part in found]
     sizes = [{name: tensor.shape for name, tensor in part.local.items()} for part in found]
-    gathered = ranks.gather((describe(tables), agreed, sizes))
+    sums = [{name: sum_of(part.local[name]) for name in (IDS, COUNTER_IDS) if name in part.local} for part in found]
+    gathered = ranks.gather((describe(tables), agreed, sizes, sums))
     for what, value in enumerate(("tables", "entries")):
         if any(of_rank[what] != gathered[0][what] for of_rank in gathered):
             raise DynamicEmbError(
@@ -137,6 +139,7 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
             )
     for p, part in enumerate(found):
         _check_sizes(part, [of_rank[2][p] for of_rank in gathered])
+        _check_ids(part, [of_rank[3][p] for of_rank in gathered])
         if ranks.rank == 0:
             _warn_about_counts(part)
 
@@ -170,6 +173,18 @@ def _check_sizes(part: _Found, sizes: list[dict[str, torch.Size]]) -> None:
                 f"table {part.table}: {name!r} of the state_dict must have the size {wanted} over all ranks, which "
                 f"hold {[tuple(size) for size in parts]}; load with torch.distributed.checkpoint and "
                 "dynamicemb.DynamicEmbLoadPlanner(), or with as many ranks as saved"
+            )
+
+
+def _check_ids(part: _Found, sums: list[dict[str, int]]) -> None:
+    """Raise where the ids are not those that were saved; ``sums`` are those of each rank's part."""
+    description = part.description
+    for name, wanted in ((IDS, description.ids_sum), (COUNTER_IDS, description.counter_ids_sum)):
+        found = [of_rank[name] for of_rank in sums] if name in part.wanted else []
+        if found and any(total % 2**64 != wanted for total in (found if part.complete else [sum(found)])):
+            raise DynamicEmbError(
+                f"table {part.table}: {name!r} of the state_dict are other ids than were saved; a state_dict of "
+                "several ranks cannot be put together with full_state_dict=True; use torch.distributed.checkpoint"
             )
 
 

@@ -1,7 +1,7 @@
 """Copy the rows of tables into a state_dict."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from dynamicemb.checkpoint.state_dict import (
     TABLE,
     VALUES,
     Description,
+    sum_of,
 )
 from dynamicemb.checkpoint.state_dict_shards import sharded
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
@@ -49,10 +50,9 @@ _EVERYTHING = DumpRequest("", optim=True, counter=True)
 
 @dataclass(frozen=True)
 class _Packed:
-    """The rows of one table on this rank."""
+    """The rows of one table on this rank, and what is to be said of them."""
 
-    entry: TableEntry
-    meta: dict[str, Any]
+    description: Description
     tensors: dict[str, torch.Tensor]
 
 
@@ -69,22 +69,31 @@ def state_of_tables(tables: list[Table], ranks: Ranks) -> list[dict[str, Any]]:
     clock = max(time for _, time in descriptions)
     packed: list[_Packed] = []
 
-    def pack() -> list[tuple[TableEntry, dict[str, Any]]]:
+    def pack() -> list[Description]:
         packed.extend(_packed(table, clock, ranks) for table in tables)
-        return [(of_table.entry, of_table.meta) for of_table in packed]
+        return [of_table.description for of_table in packed]
 
     parts = ranks.together(pack)
     states = []
     for t, of_table in enumerate(packed):
-        entry = joined_entries([of_rank[t][0] for of_rank in parts])
-        # What is not sharded must be the same on all ranks.
-        meta = parts[0][t][1]
+        description = _joined([of_rank[t] for of_rank in parts])
+        entry = description.entry
         state: dict[str, Any] = {
             name: sharded(tensor, entry.num_counters if name in _COUNTER_FILE_OF else entry.counts, ranks)
             for name, tensor in of_table.tensors.items()
         }
-        states.append(state | {TABLE: Description(clock, entry, meta).to_json()})
+        states.append(state | {TABLE: description.to_json()})
     return states
+
+
+def _joined(parts: list[Description]) -> Description:
+    """Put what the ranks say of a table together; what is not sharded must be the same on all of them."""
+    return replace(
+        parts[0],
+        entry=joined_entries([part.entry for part in parts]),
+        ids_sum=sum(part.ids_sum for part in parts) % 2**64,
+        counter_ids_sum=sum(part.counter_ids_sum for part in parts) % 2**64,
+    )
 
 
 def _packed(table: Table, clock: int, ranks: Ranks) -> _Packed:
@@ -97,7 +106,8 @@ def _packed(table: Table, clock: int, ranks: Ranks) -> _Packed:
             tensors |= _counts(table, ranks) if table.own_counter is None else _own_counts(table)
             check_owner(table, tensors[COUNTER_IDS].numpy(), ranks)
             entry.num_counters[0] = tensors[COUNTER_IDS].numel()
-        return _Packed(entry, json.loads(table_meta(table)), tensors)
+        sums = [sum_of(tensors[name]) if name in tensors else 0 for name in (IDS, COUNTER_IDS)]
+        return _Packed(Description(clock, entry, json.loads(table_meta(table)), *sums), tensors)
 
 
 def _rows(table: Table, entry: TableEntry, clock: int, ranks: Ranks) -> dict[str, torch.Tensor]:
