@@ -44,6 +44,7 @@ __all__ = [
     "DynamicEmbInitializerArgs",
     "DynamicEmbInitializerMode",
     "DynamicEmbLoad",
+    "DynamicEmbLoadPlanner",
     "DynamicEmbPoolingMode",
     "DynamicEmbScoreStrategy",
     "DynamicEmbTableOptions",
@@ -61,6 +62,7 @@ __all__ = [
     "dyn_emb_to_torch",
     "get_sharded_table_capacity",
     "get_table_value_bytes",
+    "state_dict_without_rows",
     "string_to_evict_strategy",
     "torch_to_dyn_emb",
 ]
@@ -71,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name == "EmbOptimType":
         return _optimizer.EmbOptimType
     # These bring the kernels along.
-    if name in ("DynamicEmbDump", "DynamicEmbLoad"):
+    if name in ("DynamicEmbDump", "DynamicEmbLoad", "DynamicEmbLoadPlanner", "state_dict_without_rows"):
         from dynamicemb import dump_load
 
         return getattr(dump_load, name)

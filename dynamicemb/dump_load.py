@@ -1,7 +1,17 @@
-"""Dump and load of a model's dynamic tables."""
+"""Dump and load of a model's dynamic tables, and what its ``state_dict`` has of them."""
 
 from dynamicemb.checkpoint.dump import DynamicEmbDump
 from dynamicemb.checkpoint.load import DynamicEmbLoad, TableReport
 from dynamicemb.checkpoint.sources import find_sharded_modules, get_dynamic_emb_module
+from dynamicemb.checkpoint.state_dict import state_dict_without_rows
+from dynamicemb.checkpoint.state_dict_planner import DynamicEmbLoadPlanner
 
-__all__ = ["DynamicEmbDump", "DynamicEmbLoad", "TableReport", "find_sharded_modules", "get_dynamic_emb_module"]
+__all__ = [
+    "DynamicEmbDump",
+    "DynamicEmbLoad",
+    "DynamicEmbLoadPlanner",
+    "TableReport",
+    "find_sharded_modules",
+    "get_dynamic_emb_module",
+    "state_dict_without_rows",
+]

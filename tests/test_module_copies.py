@@ -94,15 +94,6 @@ def test_a_copy_of_a_fresh_or_evaluating_module_works() -> None:
     assert twin.stats()["a"]["size"] == 1
 
 
-def test_state_dict_loads_into_another_module_and_names_no_rows() -> None:
-    module, other = trained(), trained()
-    before = snapshot(other)
-    state = module.state_dict()
-    assert sum(tensor.numel() for tensor in state.values()) == 0
-    other.load_state_dict(state)
-    assert_unchanged(other, before)
-
-
 def test_moving_to_where_it_is_changes_nothing() -> None:
     module = nn.Sequential(trained())
     before = snapshot(module[0])

@@ -115,7 +115,7 @@ def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: F
     ranks.on_first(lambda: _prepare(target, folders, request.allow_overwrite))
     try:
         # Times on the disk go on from those of the chain, which a load may have moved.
-        now = max(ranks.together(lambda: max(_time_of(table) for table in tables)))
+        now = max(ranks.together(lambda: max(observed_time(table) for table in tables)))
         writing = _Writing(target, request, ranks, disk, chain, now - chain.time_shift)
         marks: list[int] = []
         parts = ranks.together(lambda: writing.write(tables, marks))
@@ -139,7 +139,7 @@ def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
         warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=4)
 
 
-def _time_of(table: Table) -> int:
+def observed_time(table: Table) -> int:
     """Return the present time, by which ids of the table are expired or not for the whole of a dump."""
     table.group.observe_time()
     return table.group.now()
@@ -189,13 +189,13 @@ class _Writing:
                     entry = self._write_table(table, part, progress)
                 part.collections.setdefault(table.folder, {})[table.name] = entry
                 if self.ranks.rank == 0:
-                    path, data = inside(table.folder, meta_file(table.name)), _meta(table)
+                    path, data = inside(table.folder, meta_file(table.name)), table_meta(table)
                     self.target.write_file(path, data)
                     part.files[path] = FileEntry(len(data), zlib.crc32(data))
         return part
 
     def _write_table(self, table: Table, part: _RankPart, progress: Any) -> TableEntry:
-        entry = _entry(table, self.request)
+        entry = table_entry(table, self.request)
         first_step = self.chain.first_step(table)
         with ExitStack() as stack:
             writers = {}
@@ -204,8 +204,8 @@ class _Writing:
                 if table.own_counter is None or item not in (COUNTER_KEYS, COUNTER_FREQUENCIES):
                     path = self._path(table, item)
                     writers[item] = stack.enter_context(FileWriter(self.disk, self.target.writing, path))
-            for batch in _batches(table, entry.num_state > 0, self.clock, self.chain.time_shift, first_step):
-                _check_owner(table, batch[KEYS], self.ranks)
+            for batch in row_batches(table, entry.num_state > 0, self.clock, self.chain.time_shift, first_step):
+                check_owner(table, batch[KEYS], self.ranks)
                 for item, values in batch.items():
                     if item in writers:
                         writers[item].write(values)
@@ -233,10 +233,10 @@ class _Writing:
             with FileReader(self.disk, join(self.target.writing, paths[0]), np.int64, 1) as reader:
                 for begin in range(0, entry.num_counters[0], BATCH_SIZE_PER_DUMP):
                     size = min(BATCH_SIZE_PER_DUMP, entry.num_counters[0] - begin)
-                    _check_owner(table, reader.read(begin, size)[:, 0], self.ranks)
+                    check_owner(table, reader.read(begin, size)[:, 0], self.ranks)
             return
-        for batch in _count_batches(table):
-            _check_owner(table, batch[COUNTER_KEYS], self.ranks)
+        for batch in count_batches(table):
+            check_owner(table, batch[COUNTER_KEYS], self.ranks)
             for item, values in batch.items():
                 writers[item].write(values)
             entry.num_counters[0] += len(batch[COUNTER_KEYS])
@@ -245,7 +245,7 @@ class _Writing:
         """Put together what the ranks wrote, and give the dump its place; returns its manifest."""
         files = {path: entry for part in parts for path, entry in part.files.items()}
         collections = {
-            folder: {name: _joined([part.collections[folder][name] for part in parts]) for name in tables}
+            folder: {name: joined_entries([part.collections[folder][name] for part in parts]) for name in tables}
             for folder, tables in parts[0].collections.items()
         }
         manifest = Manifest(
@@ -255,7 +255,7 @@ class _Writing:
         return manifest
 
 
-def _entry(table: Table, request: DumpRequest) -> TableEntry:
+def table_entry(table: Table, request: DumpRequest) -> TableEntry:
     """Describe a table; the lists have the entry of this rank alone, and no rows are counted yet."""
     group, options = table.group, table.options
     begin, end = group.index.bucket_offsets[table.index : table.index + 2].tolist()
@@ -283,7 +283,7 @@ def _entry(table: Table, request: DumpRequest) -> TableEntry:
     )
 
 
-def _batches(
+def row_batches(
     table: Table, with_state: bool, clock: int, time_shift: int, first_step: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the rows touched since ``first_step`` in the order of their slots, per item of the format."""
@@ -301,7 +301,7 @@ def _batches(
         yield {item: np.ascontiguousarray(values.cpu().numpy()) for item, values in batch.items()}
 
 
-def _count_batches(table: Table) -> Iterator[dict[str, np.ndarray]]:
+def count_batches(table: Table) -> Iterator[dict[str, np.ndarray]]:
     """Yield the ids that are not admitted yet with their occurrences, per item of the format."""
     counter = table.counter
     assert counter is not None
@@ -322,7 +322,7 @@ def scores_to_file(table: Table, scores: list[torch.Tensor], clock: int, time_sh
     return torch.stack(scores, 1)[:, score_dump_permutation(table.strategy)]
 
 
-def _check_owner(table: Table, keys: np.ndarray, ranks: Ranks) -> None:
+def check_owner(table: Table, keys: np.ndarray, ranks: Ranks) -> None:
     """Refuse to write ids that a load would look for in another rank's files.
 
     Raises:
@@ -338,7 +338,7 @@ def _check_owner(table: Table, keys: np.ndarray, ranks: Ranks) -> None:
         )
 
 
-def _meta(table: Table) -> bytes:
+def table_meta(table: Table) -> bytes:
     """Return the contents of a table's JSON file, which the reference implementation reads too."""
     group = table.group
     values = table.module.optimizer.to_dict(int(group.index.clock[UPDATES]))
@@ -350,7 +350,7 @@ def _meta(table: Table) -> bytes:
     return json.dumps(values, indent=4).encode()
 
 
-def _joined(entries: list[TableEntry]) -> TableEntry:
+def joined_entries(entries: list[TableEntry]) -> TableEntry:
     """Put the lists of all ranks together."""
     return replace(
         entries[0],

@@ -247,7 +247,7 @@ class Manifest:
                 f"load it with dynamicemb {values.get('package_version')} or later"
             )
         try:
-            manifest: Manifest = _typed(cls, values, "manifest")
+            manifest: Manifest = typed(cls, values, "manifest")
             manifest._check()
         except ValueError as error:
             raise CheckpointCorruptError(path, "a consistent manifest", str(error)) from None
@@ -280,7 +280,7 @@ class Manifest:
                 raise ValueError(f"{path} has {self.files[path].size} bytes, its table needs {size}")
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
+def typed(kind: Any, value: Any, where: str) -> Any:
     """Return a parsed JSON value as what a type annotation says.
 
     Raises:
@@ -288,16 +288,16 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is dict and isinstance(value, dict):
-        return {name: _typed(arguments[1], part, f"{where}[{name!r}]") for name, part in value.items()}
+        return {name: typed(arguments[1], part, f"{where}[{name!r}]") for name, part in value.items()}
     if origin is list and isinstance(value, list):
-        return [_typed(arguments[0], part, where) for part in value]
+        return [typed(arguments[0], part, where) for part in value]
     if origin is types.UnionType:
-        return None if value is None else _typed(arguments[0], value, where)
+        return None if value is None else typed(arguments[0], value, where)
     if kind in (int, str, bool) and type(value) is kind:
         return value
     if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         if {f.name for f in fields(kind)} != value.keys():
             raise ValueError(f"{where} has the fields {sorted(value)}")
         hints = typing.get_type_hints(kind)
-        return kind(**{name: _typed(hints[name], part, f"{where}.{name}") for name, part in value.items()})
+        return kind(**{name: typed(hints[name], part, f"{where}.{name}") for name, part in value.items()})
     raise ValueError(f"{where} is {value!r}")

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dynamicemb.checkpoint.format import inside
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
 from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
-from dynamicemb.checkpoint.own_counter import load_own
+from dynamicemb.checkpoint.own_counter import Counts, load_own
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
@@ -129,7 +129,7 @@ def load_tables(
             clear(table.group, table.index)
         raise
     _mark(request, tables, stored, dumps[-1], now)
-    return _report(tables, reports, ranks)
+    return report_of(tables, reports, ranks)
 
 
 def _mark(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], last: OpenedDump, now: int) -> None:
@@ -226,11 +226,16 @@ def _import_counts(request: LoadRequest, table: Table, last: Stored, ranks: Rank
     """Fill this rank's admission counter of a table, behind its rows; returns how many ids found no place."""
     if not request.counter or not table.has_counter or last.num_counts is None:
         return 0
+    return fill_counter(table, counts_of_rank(table, last, ranks, disk), request.merge, disk)
+
+
+def fill_counter(table: Table, batches: Counts, merge: bool, disk: FileSystem) -> int:
+    """Fill the admission counter of a table, of either kind; returns how many ids found no place."""
     if table.own_counter is not None:
-        load_own(table.own_counter, table, last, ranks, disk)
+        load_own(table.own_counter, table, batches, disk)
         return 0
-    with CountImport(table.group, table.index, request.merge) as importer:
-        for ids, counts in counts_of_rank(table, last, ranks, disk):
+    with CountImport(table.group, table.index, merge) as importer:
+        for ids, counts in batches:
             importer.add(ids.to(table.group.device), counts.to(table.group.device))
     return importer.num_lost
 
@@ -243,7 +248,7 @@ def _num_expected(parts: list[Stored], num_owned: list[int], rank: int) -> int:
     return sum(last.sizes) * num_owned[rank] // max(1, sum(num_owned))
 
 
-def _report(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:
+def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:
     """Add up what the ranks did, and warn about losses."""
     result: dict[str, dict[str, TableReport]] = {}
     for t, table in enumerate(tables):

@@ -10,12 +10,36 @@ from dynamicemb.checkpoint.incremental import incremental_dump
 from dynamicemb.checkpoint.io import AnyPath, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.sources import tables_of_modules
+from dynamicemb.checkpoint.sources import Table, tables_of_modules
+from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2 as _Module
 
 
-class BatchedDynamicEmbeddingTablesV2(_Module):  # noqa: D101
+class _Path:
+    """Stands for the module that would hold a table's entries of the state_dict, whatever the table's name."""
+
+    def __getattr__(self, name: str) -> "_Path":
+        # The second is asked of every module on the way.
+        if name.startswith("__") or name == "_fqn_modifiers":
+            raise AttributeError(name)
+        return self
+
+
+class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
     __doc__ = _Module.__doc__
+
+    @property
+    def dynamic_tables(self) -> _Path:
+        """Where the state_dict has the tables: ``get_model_state_dict`` looks at the modules that its keys name."""
+        return _Path()
+
+    def state_dict_tables(self) -> dict[str, Table]:
+        """Return the tables by where they stand in the state_dict."""
+        return {f"dynamic_tables.{name}": Table("", name, self, t, None) for t, name in enumerate(self.table_names)}
+
+    def state_dict_ranks(self) -> Ranks:
+        """Return all ranks, over which a dump takes the tables to be spread too."""
+        return Ranks(None)
 
     def dump(
         self,

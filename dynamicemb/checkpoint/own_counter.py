@@ -1,14 +1,20 @@
 """The files of a counter that the user wrote, which reads and writes them itself."""
 
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+
 from dynamicemb.checkpoint.format import COUNTER_FREQUENCIES, COUNTER_KEYS, FileEntry
 from dynamicemb.checkpoint.io import FileSystem, join, temporary_folder
-from dynamicemb.checkpoint.opened import Stored, checksum
-from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.read import counts_of_rank
+from dynamicemb.checkpoint.opened import checksum
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.writer import FileWriter
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.types import Counter
+
+# Ids and their occurrences, i64 ``[M]`` each.
+Counts: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 def dump_own(counter: Counter, table: Table, root: str, paths: tuple[str, str], disk: FileSystem) -> list[FileEntry]:
@@ -43,12 +49,12 @@ def dump_own(counter: Counter, table: Table, root: str, paths: tuple[str, str], 
     return entries
 
 
-def load_own(counter: Counter, table: Table, stored: Stored, ranks: Ranks, disk: FileSystem) -> None:
+def load_own(counter: Counter, table: Table, batches: Counts, disk: FileSystem) -> None:
     """Let a counter read this rank's counts from files of their own; ids that have a row are left out."""
     group = table.group
     with temporary_folder() as folder:
         with FileWriter(disk, folder, COUNTER_KEYS) as keys, FileWriter(disk, folder, COUNTER_FREQUENCIES) as counts:
-            for ids, occurrences in counts_of_rank(table, stored, ranks, disk):
+            for ids, occurrences in batches:
                 rows = group.find(ids.to(group.device), group._ranges_of(table.index, ids.numel())).cpu()
                 keys.write(ids[rows < 0].numpy())
                 counts.write(occurrences[rows < 0].numpy())

@@ -15,6 +15,7 @@ class Ranks:
     """The processes that dump or load together.
 
     Attributes:
+        group: the process group, None for a process alone.
         rank: of this process.
         world_size: how many there are.
     """
@@ -22,11 +23,11 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         """Take the ranks of a process group; None is all of them, or this process alone without torch.distributed."""
         initialized = dist.is_available() and dist.is_initialized()
-        self._group = group if group is not None or not initialized else dist.group.WORLD
-        if self._group is not None and not initialized:
+        self.group = group if group is not None or not initialized else dist.group.WORLD
+        if self.group is not None and not initialized:
             raise ValueError("pg: torch.distributed is not initialised; call init_process_group() first, or use None")
-        self.rank = dist.get_rank(self._group) if self._group is not None else 0
-        self.world_size = dist.get_world_size(self._group) if self._group is not None else 1
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
         if self.rank < 0:
             raise ValueError("pg: this process is not in the process group; call this on its ranks only")
 
@@ -35,7 +36,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, work: Callable[[], T]) -> list[T]:

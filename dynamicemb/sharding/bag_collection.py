@@ -29,7 +29,6 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_built = True
         self._refusal = Refusal()
         for sharding in self._embedding_shardings:
             if isinstance(sharding, DynamicRwPooledSharding):
@@ -44,6 +43,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
             if table.pooling is PoolingType.MEAN
             for output, feature in zip(table.embedding_names, table.feature_names, strict=True)
         }
+        self.finish_building()
 
     def _leave_static_mean_to_torchrec(self) -> None:
         """Make TorchRec's own division see dynamic features as sums; it would divide them a second time."""

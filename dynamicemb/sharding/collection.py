@@ -50,7 +50,6 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_built = True
         options = [self.module_sharding_plan[name].dynamicemb_options for name in self.dynamic_table_names()]
         self._refusal = Refusal()
         for sharding in self._sharding_type_to_sharding.values():
@@ -62,6 +61,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
                 "use_index_dedup=True cannot be combined with TorchRec's feature-score eviction of virtual tables in a "
                 "collection with dynamic tables; use use_index_dedup=False"
             )
+        self.finish_building()
 
     @classmethod
     def create_grouped_sharding_infos(cls, *args: Any, **kwargs: Any) -> dict[str, list[EmbeddingShardingInfo]]:

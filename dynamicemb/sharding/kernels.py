@@ -44,6 +44,12 @@ class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
             self._emb_module.set_learning_rate(learning_rate)
             self._pushed = learning_rate
 
+    def adopt_learning_rate(self) -> None:
+        """Take the rate of the module, which a load has set."""
+        self._pushed = self._emb_module.optimizer.learning_rate
+        for group in self.param_groups:
+            group["lr"] = self._pushed
+
     def step(self, closure: Any = None) -> None:
         """Hand the learning rate on; backward has already updated the rows."""
         self.push_learning_rate()
@@ -56,7 +62,7 @@ class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     """A group of dynamic tables behind TorchRec's interface.
 
-    Exposes neither parameters nor buffers nor a state_dict: rows are read with `export_keys_values`.
+    Exposes neither parameters nor buffers nor a state_dict: the collection puts rows into its own.
 
     Args:
         config: tables of the group.
@@ -112,7 +118,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self._emb_module.flush()
 
     def purge(self) -> None:
-        """Keep everything: TorchRec calls this before load_state_dict, which brings no rows for dynamic tables."""
+        """Keep everything: TorchRec calls this before load_state_dict, which replaces rows by itself."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

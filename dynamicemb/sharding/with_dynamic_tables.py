@@ -10,6 +10,10 @@ import torch
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.sources import Table
+from dynamicemb.checkpoint.state_dict import ENTRIES
+from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
 from dynamicemb.embedding.construct import check_device
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import UnsupportedOptionError
@@ -21,7 +25,7 @@ from dynamicemb.sharding.refused_batch import Refusal, empty_batch
 from dynamicemb.sharding.torchrec_compat import forget_first_batch
 
 
-class WithDynamicTables:
+class WithDynamicTables(RowsInStateDict):
     """What both sharded collections share; comes before TorchRec's class in the bases.
 
     Attributes:
@@ -43,17 +47,24 @@ class WithDynamicTables:
     @property
     def dynamic_embedding_modules(self) -> list[BatchedDynamicEmbeddingTablesV2]:
         """The dynamic tables of this rank. Dump and load find tables by this name, without knowing torchrec."""
-        return [
-            kernel.emb_module
-            for lookup in self._lookups
-            for kernel in lookup.modules()
-            if isinstance(kernel, DynamicKernel)
-        ]
+        return [kernel.emb_module for kernel in self._dynamic_kernels()]
+
+    def _dynamic_kernels(self) -> list[DynamicKernel]:
+        modules = [module for lookup in self._lookups for module in lookup.modules()]
+        return [module for module in modules if isinstance(module, DynamicKernel)]
 
     @property
     def dynamic_table_sizes(self) -> dict[str, int]:
         """How many rows each table has over all ranks, which dump and load need for ``continuous`` routing."""
         return {config.name: config.num_embeddings for config in getattr(self, self.CONFIGS)}
+
+    def finish_building(self) -> None:
+        """Begin to show rows in the state_dict; the last thing that a constructor does."""
+        for name in self.dynamic_table_names():
+            for entry in ENTRIES:
+                # get_model_state_dict looks up what a key names, attribute by attribute.
+                setattr(getattr(self, self.PREFIX)[name], entry, None)
+        self._is_built = True
 
     def dynamic_table_names(self) -> list[str]:
         """Return the names of the dynamic tables."""
@@ -152,10 +163,26 @@ class WithDynamicTables:
         finally:
             setattr(self, self.CONFIGS, configs)
 
-    @staticmethod
-    def _pre_state_dict_hook(module: Any, prefix: str = "", keep_vars: bool = False) -> None:
-        module.warn_about_state_dict()
-        super()._pre_state_dict_hook(module, prefix, keep_vars)  # type: ignore[misc]
+    def state_dict_tables(self) -> dict[str, Table]:
+        """Return the dynamic tables by where they stand in the state_dict."""
+        # The constructor loads the unsharded module, whose dynamic tables are placeholders.
+        if not self.__dict__.get("_is_built"):
+            return {}
+        sizes = self.dynamic_table_sizes
+        return {
+            f"{self.PREFIX}.{name}": Table("", name, module, t, sizes[name])
+            for module in self.dynamic_embedding_modules
+            for t, name in enumerate(module.table_names)
+        }
+
+    def state_dict_ranks(self) -> Ranks:
+        """Return the ranks over which the tables are spread."""
+        return Ranks(self._env.process_group)
+
+    def rows_loaded(self) -> None:
+        """Show the learning rates of the checkpoint to schedulers."""
+        for kernel in self._dynamic_kernels():
+            kernel.fused_optimizer.adopt_learning_rate()
 
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -171,20 +198,8 @@ class WithDynamicTables:
         # The constructor loads the unsharded module, whose dynamic tables are placeholders.
         if found and self.__dict__.get("_is_built"):
             warnings.warn(
-                f"load_state_dict ignores the weights of dynamic tables {found}, whose rows stay as they are; "
-                "load a dump with DynamicEmbLoad, or import dense rows with insert() of dynamic_embedding_modules",
-                UserWarning,
-                stacklevel=4,
-            )
-
-    def warn_about_state_dict(self) -> None:
-        """Say once that a state_dict holds no rows of dynamic tables."""
-        names = self.dynamic_table_names()
-        if names and not self.__dict__.get("_warned_about_state_dict"):
-            self.__dict__["_warned_about_state_dict"] = True
-            warnings.warn(
-                f"state_dict() holds no rows of dynamic tables {names}; "
-                "write them with DynamicEmbDump and read them back with DynamicEmbLoad",
+                f"load_state_dict ignores the weights of dynamic tables {found}, whose rows are other entries; "
+                "import dense rows with insert() of dynamic_embedding_modules",
                 UserWarning,
                 stacklevel=4,
             )

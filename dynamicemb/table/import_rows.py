@@ -250,8 +250,11 @@ def adopt_seed(group: TableGroup, table: int, seed: int) -> None:
     """Give ids to come the first values that ``seed`` makes."""
     with group.lock:
         group.seeds[table] = seed
-        key = np.array([table_key(seed, group.names[table])], dtype=np.uint64).view(np.int64)
-        group.initializers.keys[table] = int(key[0])
+        key = int(np.array([table_key(seed, group.names[table])], dtype=np.uint64).view(np.int64)[0])
+        group.initializers.keys[table] = key
+        if group.admission is not None:
+            # What is not admitted reads its first value, and chances are drawn from the seed.
+            group.admission.initializers.keys[table] = key
 
 
 def adopt_initial_state(group: TableGroup, value: float) -> None:
