@@ -37,6 +37,7 @@ __all__ = [
     "AdmissionStrategy",
     "CheckpointCorruptError",
     "Counter",
+    "DumpHandle",
     "DynamicEmbCheckMode",
     "DynamicEmbDump",
     "DynamicEmbError",
@@ -71,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name == "EmbOptimType":
         return _optimizer.EmbOptimType
     # These bring the kernels along.
-    if name in ("DynamicEmbDump", "DynamicEmbLoad"):
+    if name in ("DumpHandle", "DynamicEmbDump", "DynamicEmbLoad"):
         from dynamicemb import dump_load
 
         return getattr(dump_load, name)
