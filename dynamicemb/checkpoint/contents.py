@@ -190,6 +190,8 @@ def _num_words(table: Table, state: bool) -> int:
 
 def _num_touched(table: Table, first_step: int) -> int:
     index, steps = table.group.index, table.group.steps
+    if first_step == 0 and not index.expires:
+        return table.group.size(table.index)
     return sum(
         touched_slots(index, steps, table.index, part, first_step).numel()
         for part in slot_ranges(index, table.index, BATCH_SIZE_PER_DUMP)
@@ -204,7 +206,10 @@ def _blocks(table: Table, selected: Selected, block_bytes: int) -> Iterator[Bloc
         slots = touched_slots(index, group.steps, t, part, selected.first_step)
         if not slots.numel():
             continue
-        words = group.kernels.read_rows(rows, t, index.rows[slots])[0][:, :width].contiguous()
+        words = group.kernels.read_rows(rows, t, index.rows[slots])[0]
+        if words.shape[1] > width:
+            # Not ``contiguous()``, which leaves one row as it is, with the memory of all of it.
+            words = words[:, :width].clone(memory_format=torch.contiguous_format)
         scores = [column.cpu() for column in group.scores(t, slots)]
         yield Block(index.keys[slots].cpu(), scores, words.cpu())
 
@@ -239,7 +244,7 @@ class _Held:
 
     def __init__(self, table: Table) -> None:
         index, steps = table.group.index, table.group.steps
-        self._ids = np.empty(_num_touched(table, 0), np.int64)
+        self._ids = torch.empty(_num_touched(table, 0), dtype=torch.int64, device="cpu").numpy()
         begin = 0
         for part in slot_ranges(index, table.index, BATCH_SIZE_PER_DUMP):
             ids = index.keys[touched_slots(index, steps, table.index, part)].cpu().numpy()
