@@ -3,13 +3,14 @@
 import queue
 import threading
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
 from dynamicemb.checkpoint.format import FileEntry
 from dynamicemb.checkpoint.io import FileSystem, join
 
-# Arrays that may wait for the disk. Those of a batch are four.
+# How much may wait for the disk: the arrays of a batch.
 _DEPTH = 4
 
 
@@ -22,7 +23,7 @@ class WriteBehind:
     def __init__(self, disk: FileSystem) -> None:
         """Take the file system; the thread starts with the context."""
         self._disk = disk
-        self._waiting: queue.Queue[tuple[int, memoryview] | None] = queue.Queue(_DEPTH)
+        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(_DEPTH)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="dynamicemb write")
 
@@ -36,8 +37,12 @@ class WriteBehind:
 
     def write(self, file: int, data: memoryview) -> None:
         """Append to a file; raises what a write before raised."""
+        self.then(lambda: self._disk.write(file, data))
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Call something when everything so far is written; raises what a write before raised."""
         self._raise()
-        self._waiting.put((file, data))
+        self._waiting.put(work)
 
     def flush(self) -> None:
         """Wait until everything is written; raises what a write raised."""
@@ -53,15 +58,15 @@ class WriteBehind:
             raise self._error
 
     def _work(self) -> None:
-        while (item := self._waiting.get()) is not None:
+        while (work := self._waiting.get()) is not None:
             try:
                 # Behind an error nothing is written, but whoever waits must not wait for ever.
                 if self._error is None:
-                    self._disk.write(*item)
+                    work()
             except BaseException as error:
                 self._error = error
             finally:
-                del item
+                del work
                 self._waiting.task_done()
 
 

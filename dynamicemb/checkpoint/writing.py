@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -91,7 +92,7 @@ class Writing:
                         if item in writers:
                             writers[item].write(values)
                     entry.counts[0] += rows.keys.numel()
-                    self.advance(rows.keys.numel())
+                    behind.then(partial(self.advance, rows.keys.numel()))
             for ids, occurrences in contents.counts:
                 _check_owner(table, ids, self.ranks)
                 writers[COUNTER_KEYS].write(ids.numpy())
