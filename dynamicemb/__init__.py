@@ -37,6 +37,7 @@ __all__ = [
     "AdmissionStrategy",
     "CheckpointCorruptError",
     "Counter",
+    "DumpHandle",
     "DynamicEmbCheckMode",
     "DynamicEmbDump",
     "DynamicEmbError",
@@ -73,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name == "EmbOptimType":
         return _optimizer.EmbOptimType
     # These bring the kernels along.
-    if name in ("DynamicEmbDump", "DynamicEmbLoad", "DynamicEmbLoadPlanner", "state_dict_without_rows"):
+    if name in ("DumpHandle", "DynamicEmbDump", "DynamicEmbLoad", "DynamicEmbLoadPlanner", "state_dict_without_rows"):
         from dynamicemb import dump_load
 
         return getattr(dump_load, name)

@@ -1,5 +1,6 @@
 """Dump and load of a model's dynamic tables, and what its ``state_dict`` has of them."""
 
+from dynamicemb.checkpoint.background import DumpHandle
 from dynamicemb.checkpoint.dump import DynamicEmbDump
 from dynamicemb.checkpoint.load import DynamicEmbLoad, TableReport
 from dynamicemb.checkpoint.sources import find_sharded_modules, get_dynamic_emb_module
@@ -7,6 +8,7 @@ from dynamicemb.checkpoint.state_dict import state_dict_without_rows
 from dynamicemb.checkpoint.state_dict_planner import DynamicEmbLoadPlanner
 
 __all__ = [
+    "DumpHandle",
     "DynamicEmbDump",
     "DynamicEmbLoad",
     "DynamicEmbLoadPlanner",

@@ -25,6 +25,7 @@ KERNEL_DECORATORS = {"jit", "njit", "autotune", "heuristics", "intrinsic"}
 MIRRORED = {
     "BatchedDynamicEmbeddingTablesV2.__init__": "FBGEMM's table-batched embeddings",
     "DynamicEmbeddingShardingPlanner.__init__": "torchrec's EmbeddingShardingPlanner and eb_configs",
+    "DynamicEmbDump": "NVIDIA's, whose arguments come first",
     "ConstructTwinModule.__init__": "mirrored",
     "InferenceEmbeddingCollection.__init__": "mirrored",
 }

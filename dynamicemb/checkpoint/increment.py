@@ -1,5 +1,6 @@
 """The dumps that an increment continues, and what of them is gone."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from dynamicemb.checkpoint.read import FileReader, files_of_rank, tombstones_of_
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.touched import Mark
 
 
 @dataclass
@@ -34,14 +36,18 @@ class Chain:
         """What the next dump is."""
         return INCREMENT if self.ids else FULL
 
-    def first_step(self, table: Table) -> int:
-        """Return the step from which on rows are written, 0 for all."""
-        return table.group.marks[table.index].first_step if self.ids else 0
-
-    def gone(self, table: Table, ranks: Ranks, disk: FileSystem) -> np.ndarray:
+    def gone(
+        self, table: Table, holds: Callable[[torch.Tensor], torch.Tensor], ranks: Ranks, disk: FileSystem
+    ) -> np.ndarray:
         """Return the ids of this rank that the chain holds and the table does not, i64 ``[M]``, ascending.
 
         Reads all ids of the chain. Memory: 8 bytes for each id that is gone.
+
+        Args:
+            table: the table.
+            holds: which of some ids i64 ``[M]`` it has, bool ``[M]``.
+            ranks: who dumps.
+            disk: the file system.
         """
         gone = np.empty(0, np.int64)
         for part in self.stored[str(table)]:
@@ -51,28 +57,45 @@ class Chain:
                 gone = np.setdiff1d(gone, np.concatenate(removed))
             missing = [gone]
             for rank in files_of_rank(table, part, ranks):
-                missing += _missing(table, part, rank, ranks, disk)
+                for ids in _own_ids(table, part, rank, ranks, disk):
+                    missing.append(ids[~holds(ids)].numpy())
             gone = np.unique(np.concatenate(missing))
         return gone
 
 
-def _missing(table: Table, stored: Stored, rank: int, ranks: Ranks, disk: FileSystem) -> list[np.ndarray]:
-    """Return the ids of one file that this rank owns and does not hold, batch by batch."""
-    missing = []
+def _own_ids(table: Table, stored: Stored, rank: int, ranks: Ranks, disk: FileSystem) -> Iterator[torch.Tensor]:
+    """Yield the ids of one file that this rank owns, batch by batch."""
     with FileReader(disk, stored.path(KEYS, rank), np.int64, 1) as reader:
         for begin in range(0, stored.counts[rank], BATCH_SIZE_PER_DUMP):
             count = min(BATCH_SIZE_PER_DUMP, stored.counts[rank] - begin)
             ids = torch.from_numpy(reader.read(begin, count)[:, 0])
-            ids = ids[table.owners(ids, ranks.world_size) == ranks.rank]
-            # By the time that the dump observed: one that expires now is neither here nor in the rows of the dump gone.
-            ranges = table.group._ranges_of(table.index, ids.numel())
-            rows = table.group.find(ids.to(table.group.device), ranges).cpu()
-            missing.append(ids[rows < 0].numpy())
-    return missing
+            yield ids[table.owners(ids, ranks.world_size) == ranks.rank]
 
 
-def open_chain(tables: list[Table], paths: tuple[str, ...], optim: bool, disk: FileSystem) -> Chain:
-    """Check that the tables agreed with the last dump of a chain, and since when they do not.
+def marks_of(tables: list[Table], paths: tuple[str, ...]) -> list[Mark]:
+    """Return since when each table may differ from the last dump of a chain; none for a full dump.
+
+    Raises:
+        DynamicEmbError: a table agreed with no dump, or the tables with dumps of different times.
+    """
+    if not paths:
+        return []
+    marks = []
+    for table in tables:
+        mark = table.group.marks.get(table.index)
+        if mark is None:
+            raise DynamicEmbError(
+                f"table {table}: base ends with {paths[-1]!r}, but the last dump or load of the table was none; pass "
+                "the whole chain, or write a full dump"
+            )
+        marks.append(mark)
+    if len({mark.time_shift for mark in marks}) > 1:
+        raise DynamicEmbError("base: the tables were loaded at different times; write a full dump")
+    return marks
+
+
+def open_chain(tables: list[Table], marks: list[Mark], paths: tuple[str, ...], optim: bool, disk: FileSystem) -> Chain:
+    """Check that the tables agreed with the last dump of a chain, as their marks say.
 
     Raises:
         CheckpointCorruptError: a file of the chain is damaged.
@@ -85,16 +108,12 @@ def open_chain(tables: list[Table], paths: tuple[str, ...], optim: bool, disk: F
     if dumps[-1].manifest is None:
         raise DynamicEmbError(f"base {paths[-1]!r} has no manifest; an increment needs a dump of this package")
     chain = Chain([dump.manifest.dump_id for dump in dumps if dump.manifest is not None])
-    shifts = set()
-    for table in tables:
-        mark = table.group.marks.get(table.index)
-        if mark is None or mark.dump_id != chain.ids[-1]:
-            last = "none" if mark is None else f"dump {mark.dump_id}"
+    for table, mark in zip(tables, marks, strict=True):
+        if mark.dump_id != chain.ids[-1]:
             raise DynamicEmbError(
                 f"table {table}: base ends with {paths[-1]!r} (dump {chain.ids[-1]}), but the last dump or load of the "
-                f"table was {last}; pass the whole chain, or write a full dump"
+                f"table was dump {mark.dump_id}; pass the whole chain, or write a full dump"
             )
-        shifts.add(mark.time_shift)
         stored = [dump.stored(table, disk) for dump in dumps]
         if (stored[-1].num_state >= 0) != optim:
             raise DynamicEmbError(
@@ -105,7 +124,5 @@ def open_chain(tables: list[Table], paths: tuple[str, ...], optim: bool, disk: F
                 if f"_{KEYS}." in path or f"_{TOMBSTONES}." in path:
                     check_crc(path, entry, disk)
         chain.stored[str(table)] = stored
-    if len(shifts) > 1:
-        raise DynamicEmbError("base: the tables were loaded at different times; write a full dump")
-    chain.time_shift = shifts.pop()
+        chain.time_shift = mark.time_shift
     return chain

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dynamicemb.checkpoint.background import DumpHandle
 from dynamicemb.checkpoint.dump import DumpRequest, as_chain, dump_tables
 from dynamicemb.checkpoint.incremental import incremental_dump
 from dynamicemb.checkpoint.io import AnyPath, as_string
@@ -50,14 +51,16 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         pg: Any = None,
         allow_overwrite: bool = False,
         base: AnyPath | Sequence[AnyPath] | None = None,
-    ) -> None:
+        blocking: bool = True,
+    ) -> DumpHandle | None:
         """Write the tables of this module into a folder, whose files then have no sub-folder.
 
-        Arguments and errors are those of ``DynamicEmbDump``, but ``table_names`` lists names.
+        Arguments, what is returned and errors are those of ``DynamicEmbDump``, but ``table_names`` lists names.
         """
         ranks = Ranks(pg)
         tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
-        dump_tables(DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base)), tables, ranks)
+        request = DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking)
+        return dump_tables(request, tables, ranks)
 
     def load(
         self,

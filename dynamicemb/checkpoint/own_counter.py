@@ -1,15 +1,18 @@
 """The files of a counter that the user wrote, which reads and writes them itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
-from dynamicemb.checkpoint.format import COUNTER_FREQUENCIES, COUNTER_KEYS, FileEntry
-from dynamicemb.checkpoint.io import FileSystem, join, temporary_folder
-from dynamicemb.checkpoint.opened import checksum
+from dynamicemb.checkpoint.format import COUNTER_FREQUENCIES, COUNTER_KEYS
+from dynamicemb.checkpoint.io import DISK, FileSystem, join, temporary_folder
+from dynamicemb.checkpoint.reader import FileReader
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.writer import FileWriter
+from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.types import Counter
 
@@ -17,36 +20,35 @@ from dynamicemb.types import Counter
 Counts: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def dump_own(counter: Counter, table: Table, root: str, paths: tuple[str, str], disk: FileSystem) -> list[FileEntry]:
-    """Let a counter write its two files, and sync them.
+@contextmanager
+def own_counts(counter: Counter, table: Table) -> Iterator[Counts]:
+    """Let a counter write its two files into a temporary folder; a context with what they hold, batch by batch.
 
     Args:
         counter: the user's.
         table: whose ids it counts.
-        root: folder of the dump.
-        paths: of the files of ids and counts inside it.
-        disk: the file system.
 
     Raises:
         DynamicEmbError: what it wrote are not two files of int64, equally long.
     """
-    files = [join(root, path) for path in paths]
-    counter.dump(files[0], files[1], table.index)
-    sizes = [disk.size(file) for file in files]
-    if sizes[0] < 0 or sizes[0] % 8 or sizes[0] != sizes[1]:
-        raise DynamicEmbError(
-            f"table {table}: {type(counter).__name__}.dump must write int64 ids and as many int64 counts into the two "
-            f"files that it is given; it left {sizes} bytes (-1: no file)"
-        )
-    entries = []
-    for file, size in zip(files, sizes, strict=True):
-        opened = disk.open(file)
-        try:
-            disk.sync(opened)
-        finally:
-            disk.close(opened)
-        entries.append(FileEntry(size, checksum(file, size, disk)))
-    return entries
+    with temporary_folder() as folder:
+        files = [join(folder, item) for item in (COUNTER_KEYS, COUNTER_FREQUENCIES)]
+        counter.dump(files[0], files[1], table.index)
+        sizes = [DISK.size(file) for file in files]
+        if sizes[0] < 0 or sizes[0] % 8 or sizes[0] != sizes[1]:
+            raise DynamicEmbError(
+                f"table {table}: {type(counter).__name__}.dump must write int64 ids and as many int64 counts into the "
+                f"two files that it is given; it left {sizes} bytes (-1: no file)"
+            )
+        yield _batches(files, sizes[0] // 8)
+
+
+def _batches(files: list[str], count: int) -> Counts:
+    with FileReader(DISK, files[0], np.int64, 1) as keys, FileReader(DISK, files[1], np.int64, 1) as counts:
+        for begin in range(0, count, BATCH_SIZE_PER_DUMP):
+            size = min(BATCH_SIZE_PER_DUMP, count - begin)
+            ids, occurrences = (torch.from_numpy(file.read(begin, size)[:, 0]) for file in (keys, counts))
+            yield ids, occurrences
 
 
 def load_own(counter: Counter, table: Table, batches: Counts, disk: FileSystem) -> None:

@@ -16,6 +16,7 @@ from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.index import Index
 from dynamicemb.table.ownership import CONTINUOUS, owner_of
+from dynamicemb.table.rows import RowFormat
 from dynamicemb.types import Counter
 
 # A sharded collection lists the modules that hold its dynamic tables under this name, and under the other one how many
@@ -75,9 +76,14 @@ class Table:
         return self.module.dims[self.index]
 
     @property
+    def row_format(self) -> RowFormat:
+        """What a row in memory holds."""
+        return self.group.store.formats[self.index]
+
+    @property
     def num_state(self) -> int:
         """Values of optimizer state of a row in memory."""
-        return self.group.store.formats[self.index].num_state
+        return self.row_format.num_state
 
     @property
     def optimizer_name(self) -> str:

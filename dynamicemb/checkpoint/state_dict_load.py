@@ -30,7 +30,8 @@ from dynamicemb.checkpoint.state_dict import (
 from dynamicemb.checkpoint.state_dict_exchange import Exchange
 from dynamicemb.checkpoint.state_dict_shards import local_rows, ranks_of
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.table.import_rows import RowImport, adopt_clock, check_importable, clear
+from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
+from dynamicemb.table.import_step import check_importable
 
 T = TypeVar("T")
 

@@ -1,0 +1,116 @@
+"""Dumps that a thread writes while training goes on."""
+
+import atexit
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+
+
+class DumpHandle:
+    """A dump that is being written in the background.
+
+    A process has one at a time: the next dump waits for it. Interpreter exit does, too.
+    """
+
+    def __init__(self, path: str, num_rows: int) -> None:
+        """Describe the dump, which ``start`` starts.
+
+        Args:
+            path: its place.
+            num_rows: how many rows this rank will write.
+        """
+        self._path = path
+        self._num_rows = num_rows
+        self._num_written = 0
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+        self._told = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the dump has its place on the disk, on all ranks.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it was not there in time; it goes on.
+            Exception: what the dump raised, as ``DynamicEmbDump`` says; the same on all ranks. The dump before is still
+                there.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(
+                f"the dump to {self._path!r} was not complete after {timeout} s: {self._num_written} of "
+                f"{self._num_rows} rows of this rank are written; it goes on"
+            )
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Return whether ``wait`` would return, or raise, at once."""
+        return self._finished.is_set()
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many rows of this rank are written, and how many there are in all."""
+        return self._num_written, self._num_rows
+
+    def _advance(self, num_rows: int) -> None:
+        self._num_written += num_rows
+
+    def _run(self, work: Callable[[Callable[[int], None]], None]) -> None:
+        try:
+            work(self._advance)
+        except BaseException as error:
+            # Its traceback would keep rows in memory for as long as the handle.
+            traceback.clear_frames(error.__traceback__)
+            self._error = error
+        finally:
+            self._finished.set()
+
+    def _tell(self) -> None:
+        """Warn of an error that nobody has heard of."""
+        if self._error is not None and not self._told:
+            self._told = True
+            message = f"the dump to {self._path!r} failed in the background, and nobody waited for it: {self._error!r}"
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+_latest: DumpHandle | None = None
+
+
+def start(path: str, num_rows: int, work: Callable[[Callable[[int], None]], None]) -> DumpHandle:
+    """Do the work of a dump in a thread; no other one may be going on.
+
+    Args:
+        path: of the dump.
+        num_rows: how many rows it will write.
+        work: is given a function that counts rows.
+
+    Returns:
+        Its handle.
+
+    Raises:
+        RuntimeError: there are no more threads.
+    """
+    global _latest
+    handle = DumpHandle(path, num_rows)
+    # Not a daemon: the interpreter waits for it before it exits.
+    threading.Thread(target=handle._run, args=(work,), name="dynamicemb dump").start()
+    _latest = handle
+    return handle
+
+
+def settle() -> None:
+    """Wait for the dump that is going on in the background, if there is one, and warn if it failed unheard."""
+    global _latest
+    handle = _latest
+    if handle is not None:
+        handle._finished.wait()
+        handle._tell()
+        if _latest is handle:
+            _latest = None
+
+
+# Runs after the interpreter has waited for all threads.
+atexit.register(settle)
