@@ -330,7 +330,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         if without:
             raise DynamicEmbError(
                 f"score_strategy CUSTOMIZED: table {', '.join(without)} has no score; "
-                f"call set_score({{{without[0]!r}: 1}}) first"
+                f"call set_score({{{without[0]!r}: 1}}) first, or dynamicemb.incremental_dump.set_score(model, 1)"
             )
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
@@ -381,7 +381,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self._group.learning_rate.fill_(learning_rate)
 
     def set_score(self, scores: dict[str, int]) -> None:
-        """Set the score that the following training lookups leave, per table name (CUSTOMIZED).
+        """Set the score that the following training lookups leave, per table name (CUSTOMIZED); warns if it decreases.
 
         Raises:
             TypeError: a score that is not an int.
@@ -442,7 +442,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         ids = check_ids(ids, self._group.device, "ids")
         dim = self.dims[table]
         if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
-            raise TypeError(f"rows must be a floating tensor of shape ({ids.numel()}, {dim})")
+            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be a floating tensor of shape ({ids.numel()}, {dim}), got {got}")
         if rows.shape != (ids.numel(), dim) or rows.device != self._group.device:
             raise ValueError(
                 f"rows must have shape ({ids.numel()}, {dim}) on {self._group.device}, "
@@ -464,7 +465,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return self._group.erase(self._table(table_name), check_ids(ids, self._group.device, "ids"))
 
     def erase_expired(self, table_name: str) -> int:
-        """Free the places of ids that have outlived a table's ``ttl``, as lookups do one by one; returns how many."""
+        """Free the places of ids that have outlived a table's ``ttl``; returns how many, 0 where it has none."""
         return self._group.erase_expired(self._table(table_name))
 
     def export_keys_values(
@@ -528,15 +529,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def stats(self, wait: bool = True) -> dict[str, dict[str, float]]:
         """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased,
-        dropped_gradients, clamped_inputs and non_admitted; with a ``KVCounter`` also counter_size, counter_evicted and
-        counter_failed.
+        dropped_gradients, clamped_inputs, expired and non_admitted; with a ``KVCounter`` also counter_size,
+        counter_evicted and counter_failed.
 
         Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed, non_admitted and
-        dropped_gradients count occurrences; inserted, evicted and erased count ids. An id new to a batch is a miss at
-        each of its occurrences. inserted includes ids that took the place of an evicted one. failed ids found their
-        bucket full of ids that may not be evicted. load is size / capacity. clamped_inputs counts
-        offsets and frequencies on a GPU that were out of range, of evaluations too. counter_size is the ids that the
-        counter knows now, counter_evicted those that it had to forget, counter_failed those for which it had no place.
+        dropped_gradients count occurrences (with ``use_index_dedup`` those of one rank in a lookup are one); inserted,
+        evicted, erased and expired count ids. An id new to a batch is a miss at each of its occurrences. inserted
+        includes ids that took the place of another. failed ids found their bucket full of ids that may not be evicted.
+        load is size / capacity. clamped_inputs counts offsets and frequencies on a GPU that were out of range, of
+        evaluations too. counter_size is the ids that the counter knows now, counter_evicted those that it had to
+        forget, counter_failed those for which it had no place.
 
         Args:
             wait: True waits for a GPU. False never does: it returns the last values that have arrived, zeros at first,
