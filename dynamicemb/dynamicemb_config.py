@@ -231,7 +231,7 @@ class DynamicEmbTableOptions:
             ``score_strategy``, and the time of the step in Unix nanoseconds. It is compiled from its source, so it is a
             ``def`` in a file, of assignments to one name each, ``+ - * / **``, comparisons, conditional expressions,
             ``min``, ``max``, ``abs``, functions of ``math``, and numbers of the scopes around it as they are now. For
-            (TIMESTAMP, LFU), counts that halve every hour::
+            (TIMESTAMP, LFU), counts that halve with each hour since the last touch::
 
                 def decayed(scores, cur_timestamp):
                     last, count = scores
