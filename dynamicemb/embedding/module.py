@@ -414,7 +414,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         """Return, per table, a threshold: ids touched from now on have at least this score.
 
         TIMESTAMP, alone or with LFU, and NO_EVICTION (ids inserted from now on): the present time in Unix nanoseconds.
-        STEP: the number of the next training forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
+        STEP: the number of the next training forward, which an ``insert()`` before it stays below. CUSTOMIZED: the
+        score last set, 0 if none. LFU: 1.
         """
         group = self._group
         timed = [strategy in TIMED_SCORES for strategy in group.options.strategies]
