@@ -1,4 +1,14 @@
-"""Dynamic embedding tables for TorchRec."""
+"""Dynamic embedding tables for TorchRec.
+
+Options, strategies, admission, enums and errors are here, and ``DynamicEmbDump``, ``DynamicEmbLoad``, ``EmbOptimType``.
+The other names that users need are in these modules::
+
+    batched_dynamicemb_tables  BatchedDynamicEmbeddingTablesV2: tables on their own
+    planner, get_planner       the planner and its constraints
+    shard                      the sharders of EmbeddingCollection and EmbeddingBagCollection
+    dump_load                  TableReport; get_dynamic_emb_module(model) lists the modules of tables in a model
+    incremental_dump           changed rows as tensors; set_score and get_score of a model
+"""
 
 from typing import Any
 

@@ -16,11 +16,15 @@ _KEY_TYPES = (torch.int64, torch.uint64)
 class KVCounter:
     """The counter of one table: ids that have no row yet, with their occurrences so far.
 
+    This object only describes it: tables that are given the same one count apart.
+
     It lives where the table lives, at 25 bytes for an id. Where a bucket of it is full, the id with the lowest count
     is forgotten.
 
     Attributes:
-        capacity: ids on this rank at most, rounded up to whole buckets.
+        capacity: ids on this rank at most, rounded up to whole buckets; the planner does not divide it. It should hold
+            the ids that are new between two occurrences of the ones to admit: where ``counter_evicted`` or
+            ``counter_failed`` of ``stats()`` grow fast, ids are forgotten before they reach the threshold.
         bucket_capacity: ids that compete with each other, a multiple of 16, or MAX_BUCKET_CAPACITY for a single bucket;
             the time to find the lowest count grows with it. None is 128, with places to spare in a small counter as in
             a small table. The counters of one module must agree.
@@ -87,7 +91,8 @@ class ProbabilityAdmissionStrategy(AdmissionStrategy):
     """Admits a new id with a probability, drawn once in each step that brings it.
 
     The draw is a function of (seed, table, id, step), so every occurrence of a step gets the same answer, and so does
-    another run. ``docs/random.md`` is the specification.
+    another run. Dumps do not hold the number of the step: a run that goes on from one may admit other
+    ids than a run that was never interrupted. ``docs/random.md`` is the specification.
 
     Attributes:
         probability: in (0, 1].
@@ -142,14 +147,20 @@ def check_admission(strategy: Any, counter: Any) -> None:
         ValueError: one of them would have no effect without, or beside, the other.
     """
     if strategy is not None and not isinstance(strategy, AdmissionStrategy):
-        raise TypeError(f"admit_strategy must be an AdmissionStrategy, got {strategy!r}")
+        raise TypeError(
+            f"admit_strategy must be an AdmissionStrategy, got {strategy!r}; "
+            "use for example FrequencyAdmissionStrategy(threshold=2), or derive yours from AdmissionStrategy"
+        )
     if strategy is not None and type(strategy).__hash__ is None:
         raise TypeError(
             f"admit_strategy: {type(strategy).__name__} cannot be hashed, and tables are grouped by their strategies; "
             "give it a __hash__, or make it a dataclass with frozen=True"
         )
     if counter is not None and not isinstance(counter, KVCounter | Counter):
-        raise TypeError(f"admission_counter must be a KVCounter or a Counter, got {counter!r}")
+        raise TypeError(
+            f"admission_counter must be a KVCounter or a Counter, got {counter!r}; "
+            "use for example KVCounter(capacity=...)"
+        )
     if strategy is None and counter is not None:
         raise ValueError("admission_counter has no effect without an admit_strategy; give one, or leave it None")
     if type(strategy) is FrequencyAdmissionStrategy and counter is None:

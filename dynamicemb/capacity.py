@@ -157,8 +157,8 @@ def growing_bucket_layout(
 ) -> tuple[int, int | None, int]:
     """Return ``(buckets at first, buckets at most, slots of a bucket)`` of a table that grows by doubling.
 
-    The table begins with at least ``init_rows`` slots and fewer than twice as many, and ends with at least
-    ``max_rows``: its first size times a power of two.
+    The table begins with the buckets that ``init_rows`` need, or up to twice as many, and ends with at least
+    ``max_rows`` slots: its first size times a power of two.
 
     Args:
         init_rows: rows at first.

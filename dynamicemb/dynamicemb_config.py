@@ -201,9 +201,9 @@ class DynamicEmbTableOptions:
             +-sqrt(1 / num_embeddings), a module made without a planner takes 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
         caching: use GPU memory as a cache of host rows (planned).
-        init_capacity: rows at the start; None: ``max_capacity``, or for NO_EVICTION the planner's. With fewer the table
-            grows by doubling, so both are rounded up: it starts with fewer than twice as many, and ends with that
-            number times a power of two.
+        init_capacity: rows on this rank at the start, which the planner does not divide; None: ``max_capacity``, or for
+            NO_EVICTION the planner's. With fewer the table grows by doubling, so both are rounded up: it starts with
+            the buckets that they need or up to twice as many, and ends with that number times a power of two.
         max_load_factor: share of used slots, in (0, 1], above which a table grows that may; others ignore it with a
             warning. Buckets fill unevenly: with 128 slots, at a load of 0.8 one new id in 130 finds its bucket full and
             evicts another or fails, at 0.9 one in 8. NO_EVICTION grows before that happens, whatever the load.
@@ -230,12 +230,18 @@ class DynamicEmbTableOptions:
         score_function: ``def f(scores, cur_timestamp) -> float`` that ranks the ids of a compound table: the lowest
             result is evicted first, NaN before all. All numbers are float64: ``scores`` in the order of
             ``score_strategy``, and the time of the step in Unix nanoseconds. It is compiled from its source, so it is a
-            ``def`` in a file, of assignments, arithmetic, comparisons, conditional expressions, ``min``, ``max``,
-            ``abs``, functions of ``math``, and numbers of the scopes around it as they are now. Tables of one module
-            must agree.
+            ``def`` in a file, of assignments to one name each, ``+ - * / **``, comparisons, conditional expressions,
+            ``min``, ``max``, ``abs``, functions of ``math``, and numbers of the scopes around it as they are now. For
+            (TIMESTAMP, LFU), counts that halve with each hour since the last touch::
+
+                def decayed(scores, cur_timestamp):
+                    last, count = scores
+                    return math.log2(count) - (cur_timestamp - last) / 3600e9
+
+            Tables of one module must agree.
         ttl: seconds without a touch after which an id is forgotten: it is absent, its place goes to new ids before any
-            other id is evicted, and when it returns it starts fresh. Ids of steps that are not over stay. None: never.
-            Needs a timestamp: ``score_strategy`` TIMESTAMP, or with LFU.
+            other id is evicted, and when it returns it starts fresh. Ids of steps that are not over stay. Evaluations
+            touch nothing. None: never. Needs a timestamp: ``score_strategy`` TIMESTAMP, or with LFU.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -281,8 +287,9 @@ class DynamicEmbTableOptions:
         self._validate_sizes()
         if self.score_function is not None:
             if not isinstance(self.score_strategy, tuple):
+                strategy = getattr(self.score_strategy, "name", None)
                 raise ValueError(
-                    f"score_function ranks two scores, but score_strategy is {self.score_strategy!r}; "
+                    f"score_function ranks two scores, but score_strategy is {strategy}; "
                     "use (TIMESTAMP, LFU) or (LFU, TIMESTAMP)"
                 )
             translate(self.score_function, self.score_strategy)
@@ -348,8 +355,9 @@ class DynamicEmbTableOptions:
             raise ValueError(f"ttl must be more than 0 and less than {MAX_TTL} seconds, got {ttl}; None is forever")
         timed = isinstance(self.score_strategy, tuple) or self.score_strategy is DynamicEmbScoreStrategy.TIMESTAMP
         if self.score_strategy is not None and not timed:
+            strategy = getattr(self.score_strategy, "name", None)
             raise ValueError(
-                f"ttl={ttl} needs to know when ids were touched, but score_strategy is {self.score_strategy!r}; "
+                f"ttl={ttl} needs to know when ids were touched, but score_strategy is {strategy}; "
                 "use TIMESTAMP, or TIMESTAMP with LFU"
             )
 
@@ -418,7 +426,10 @@ def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
 
 def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        raise TypeError(f"{name} must be a {expected.__name__}, got {value!r}")
+        remedy = ""
+        if issubclass(expected, enum.Enum):
+            remedy = f"; use for example {expected.__name__}.{next(iter(expected)).name}"
+        raise TypeError(f"{name} must be a {expected.__name__}, got {value!r}{remedy}")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:

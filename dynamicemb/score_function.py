@@ -41,7 +41,7 @@ _COMPARISONS: dict[type, str] = {
 }  # fmt: skip
 _MAX_EXPONENT = 4
 _SUPPORTED = (
-    "use assignments, arithmetic, comparisons, conditional expressions, min, max, abs and "
+    "use assignments to one name, + - * / **, comparisons, conditional expressions, min, max, abs and "
     f"{', '.join('math.' + f.__name__ for f in MATH_FUNCTIONS if f is not abs)}"
 )
 

@@ -269,10 +269,47 @@ BROKEN_CASES = {
 def check_refusal(pool: RankPool | GpuRanks, case: Case, fault: str) -> None:
     first, second = pool.run(2, break_one_rank, case, fault)
     assert all(message.startswith(FAULTS[fault]) for message in second)
-    assert first == ["ValueError: features: the batch of another rank is malformed; its own error says how"] * 2
+    assert first == ["ValueError: features: another rank refuses its batch; its own error says why"] * 2
 
 
 @pytest.mark.parametrize("case", BROKEN_CASES.values(), ids=BROKEN_CASES.keys())
 @pytest.mark.parametrize("fault", FAULTS)
 def test_c04_a_bad_batch_on_one_rank_raises_on_all(ranks: RankPool, case: Case, fault: str) -> None:  # noqa: F811
     check_refusal(ranks, case, fault)
+
+
+def forget_a_score(rank: int, world_size: int, case: Case) -> list[str]:
+    """Forward without a score, with one on rank 0 only, and with it on all ranks; returns what each of them said."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    model = build(case, world_size)
+    (module,) = (module for module in dynamic_modules(model) if "c" in module.table_names)
+    batch = KeyedJaggedTensor(case.features, torch.tensor([7, 7, 9, 9]), lengths=torch.ones(4, dtype=torch.int64))
+    messages = []
+    for scored in ((), (0,), range(world_size)):
+        if rank in scored:
+            module.set_score({"c": 5})
+        try:
+            model(batch)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+            assert all(not rows for rows in exported(model).values())
+        else:
+            messages.append("went well")
+    others = [other for other in dynamic_modules(model) if "l" in other.table_names]
+    ids, frequencies = others[0].export_scores("l", "cpu")
+    return [*messages, str(list(zip(ids.tolist(), frequencies.tolist(), strict=True)))]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_c10_a_forgotten_score_raises_on_all_ranks_before_any_lookup(ranks: RankPool, pooled: bool) -> None:  # noqa: F811
+    case = Case(
+        (Table("l", ("f1",), score="LFU"), Table("c", ("f0",), dim=8 if pooled else 4, score="CUSTOMIZED")), pooled
+    )
+    first, second = ranks.run(2, forget_a_score, case)
+    own = "DynamicEmbError: score_strategy CUSTOMIZED: table c has no score"
+    assert first[0].startswith(own) and second[0].startswith(own) and second[1].startswith(own)
+    assert first[1] == "ValueError: features: another rank refuses its batch; its own error says why"
+    assert first[2] == second[2] == "went well"
+    # Two samples on each of two ranks; what was refused has not counted.
+    assert {first[3], second[3]} == {"[(7, 4)]", "[]"}

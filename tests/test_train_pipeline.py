@@ -174,7 +174,7 @@ def break_a_batch(rank: int, world_size: int, kind: str) -> tuple[int, str]:
 def check_refusal(pool: RankPool | GpuRanks, kind: str) -> None:
     (steps, first), (same_steps, second) = pool.run(2, break_a_batch, kind)
     assert steps == same_steps < NUM_BATCHES - 1
-    assert first == "ValueError: features: the batch of another rank is malformed; its own error says how"
+    assert first == "ValueError: features: another rank refuses its batch; its own error says why"
     assert second.startswith("TypeError: features: ids must be int64")
 
 

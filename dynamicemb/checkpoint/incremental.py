@@ -30,7 +30,9 @@ def incremental_dump(
 
     Args:
         model: the model.
-        score_threshold: for all tables, or per collection path and table; unnamed tables are left out.
+        score_threshold: for all tables, or per collection path and table; unnamed tables are left out, and names that
+            the model does not have warn. For LFU alone it is a frequency, so every id that is frequent enough comes
+            again in each call.
         pg: ranks that put their rows together, a collective; None is this rank's rows.
 
     Returns:
@@ -43,7 +45,8 @@ def incremental_dump(
     """
     if not is_valid_score_threshold(score_threshold):
         raise ValueError(
-            f"score_threshold must be an int >= 0, or map collection paths to tables to ints, got {score_threshold!r}"
+            f"score_threshold must be an int >= 0, or map collection paths to tables to ints, got {score_threshold!r}; "
+            "a module on its own takes {table: int}"
         )
     collections = _collections(model)
     if collections is None:

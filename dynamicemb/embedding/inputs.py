@@ -1,6 +1,7 @@
 """Check and canonicalise what users pass to a lookup; nothing changes before everything is checked."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -95,6 +96,28 @@ def _check_shape(tensor: torch.Tensor, device: torch.device, name: str, size: in
         raise ValueError(f"{name} is on {tensor.device} but the tables are on {device}; use {name}.to({str(device)!r})")
     if size is not None and tensor.numel() != size:
         raise ValueError(f"{name} has {tensor.numel()} entries for {size} ids; give one per id")
+
+
+def check_effects(batch: Batch, is_pooled: bool, counts_occurrences: bool, unsupported: tuple[Any, ...]) -> None:
+    """Refuse arguments that would do nothing.
+
+    Args:
+        batch: the batch.
+        is_pooled: whether bags are pooled.
+        counts_occurrences: whether it matters how often an id occurs.
+        unsupported: those that only static tables know.
+
+    Raises:
+        ValueError: as said.
+    """
+    names = ("feature_requires_grad", "batch_size_per_feature_per_rank", "total_unique_indices")
+    for name, value in zip(names, unsupported, strict=False):
+        if value is not None:
+            raise ValueError(f"{name} has no effect on dynamic tables and must be None")
+    if batch.per_sample_weights is not None and not is_pooled:
+        raise ValueError("per_sample_weights weigh the rows of a bag, but pooling_mode is NONE; use SUM or MEAN")
+    if batch.frequencies is not None and not counts_occurrences:
+        raise ValueError("frequency_counters has no effect: only score_strategy LFU and admission count; leave it out")
 
 
 def _check_offsets(offsets: torch.Tensor, num_ids: int, num_features: int, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dynamicemb.embedding.construct import (
     check_seed,
     weights_dtype,
 )
-from dynamicemb.embedding.inputs import Batch, check_batch, check_ids
+from dynamicemb.embedding.inputs import Batch, check_batch, check_effects, check_ids
 from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
 from dynamicemb.embedding.phases import phase
 from dynamicemb.errors import DynamicEmbError
@@ -306,16 +306,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return batch, layout
 
     def _check_arguments(self, batch: Batch, *unsupported: Any) -> None:
-        names = ("feature_requires_grad", "batch_size_per_feature_per_rank", "total_unique_indices")
-        for name, value in zip(names, unsupported, strict=False):
-            if value is not None:
-                raise ValueError(f"{name} has no effect on dynamic tables and must be None")
-        if batch.per_sample_weights is not None and self.pooling_mode is DynamicEmbPoolingMode.NONE:
-            raise ValueError("per_sample_weights weigh the rows of a bag, but pooling_mode is NONE; use SUM or MEAN")
-        if batch.frequencies is not None and not self._group.counts_occurrences:
-            raise ValueError(
-                "frequency_counters has no effect: only score_strategy LFU and admission count; leave it out"
-            )
+        is_pooled = self.pooling_mode is not DynamicEmbPoolingMode.NONE
+        check_effects(batch, is_pooled, self._group.counts_occurrences, unsupported)
+        self.check_ready()
+
+    def check_ready(self) -> None:
+        """Check that a training lookup can go on as far as the options of the tables go.
+
+        Raises:
+            DynamicEmbError: in training mode, a table cannot be trained or has no score yet.
+        """
         if not self.training:
             return
         if self._untrainable:
@@ -331,7 +331,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         if without:
             raise DynamicEmbError(
                 f"score_strategy CUSTOMIZED: table {', '.join(without)} has no score; "
-                f"call set_score({{{without[0]!r}: 1}}) first"
+                f"call set_score({{{without[0]!r}: 1}}) first, or dynamicemb.incremental_dump.set_score(model, 1)"
             )
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
@@ -382,7 +382,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self._group.learning_rate.fill_(learning_rate)
 
     def set_score(self, scores: dict[str, int]) -> None:
-        """Set the score that the following training lookups leave, per table name (CUSTOMIZED).
+        """Set the score that the following training lookups leave, per table name (CUSTOMIZED); warns if it decreases.
 
         Raises:
             TypeError: not a mapping, or a score that is not an int.
@@ -417,7 +417,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         """Return, per table, a threshold: ids touched from now on have at least this score.
 
         TIMESTAMP, alone or with LFU, and NO_EVICTION (ids inserted from now on): the present time in Unix nanoseconds.
-        STEP: the number of the next training forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
+        STEP: the number of the next training forward, which an ``insert()`` before it stays below. CUSTOMIZED: the
+        score last set, 0 if none. LFU: 1.
         """
         group = self._group
         timed = [strategy in TIMED_SCORES for strategy in group.options.strategies]
@@ -445,7 +446,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         ids = check_ids(ids, self._group.device, "ids")
         dim = self.dims[table]
         if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
-            raise TypeError(f"rows must be a floating tensor of shape ({ids.numel()}, {dim})")
+            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be a floating tensor of shape ({ids.numel()}, {dim}), got {got}")
         if rows.shape != (ids.numel(), dim) or rows.device != self._group.device:
             raise ValueError(
                 f"rows must have shape ({ids.numel()}, {dim}) on {self._group.device}, "
@@ -467,7 +469,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return self._group.erase(self._table(table_name), check_ids(ids, self._group.device, "ids"))
 
     def erase_expired(self, table_name: str) -> int:
-        """Free the places of ids that have outlived a table's ``ttl``, as lookups do one by one; returns how many."""
+        """Free the places of ids that have outlived a table's ``ttl``; returns how many, 0 where it has none."""
         return self._group.erase_expired(self._table(table_name))
 
     def export_keys_values(
@@ -531,15 +533,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     def stats(self, wait: bool = True) -> dict[str, dict[str, float]]:
         """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased,
-        dropped_gradients, clamped_inputs and non_admitted; with a ``KVCounter`` also counter_size, counter_evicted and
-        counter_failed.
+        dropped_gradients, clamped_inputs, expired and non_admitted; with a ``KVCounter`` also counter_size,
+        counter_evicted and counter_failed.
 
         Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed, non_admitted and
-        dropped_gradients count occurrences; inserted, evicted and erased count ids. An id new to a batch is a miss at
-        each of its occurrences. inserted includes ids that took the place of an evicted one. failed ids found their
-        bucket full of ids that may not be evicted. load is size / capacity. clamped_inputs counts
-        offsets and frequencies on a GPU that were out of range, of evaluations too. counter_size is the ids that the
-        counter knows now, counter_evicted those that it had to forget, counter_failed those for which it had no place.
+        dropped_gradients count occurrences (with ``use_index_dedup`` those of one rank in a lookup are one); inserted,
+        evicted, erased and expired count ids. An id new to a batch is a miss at each of its occurrences. inserted
+        includes ids that took the place of another. failed ids found their bucket full of ids that may not be evicted.
+        load is size / capacity. clamped_inputs counts offsets and frequencies on a GPU that were out of range, of
+        evaluations too. counter_size is the ids that the counter knows now, counter_evicted those that it had to
+        forget, counter_failed those for which it had no place.
 
         Args:
             wait: True waits for a GPU. False never does: it returns the last values that have arrived, zeros at first,

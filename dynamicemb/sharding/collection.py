@@ -42,7 +42,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
     """TorchRec's sharded EmbeddingCollection, some of whose tables are dynamic.
 
     With ``use_index_dedup`` a rank sends every distinct id of a table once; occurrences are counted before, so that LFU
-    scores are the same as without.
+    scores and admission are the same as without. ``stats()`` then counts what is sent.
     """
 
     CONFIGS = "_embedding_configs"

@@ -42,7 +42,7 @@ class SentBatch(KeyedJaggedTensor):
             Exception: this rank or another one refused its batch.
         """
         if tensors[0].numel() != len(keys) * sum(kwargs["stride_per_rank"]):
-            raise cls.error or ValueError("features: the batch of another rank is malformed; its own error says how")
+            raise cls.error or ValueError("features: another rank refuses its batch; its own error says why")
         return KeyedJaggedTensor.dist_init(keys, tensors, *args, **kwargs)
 
 

@@ -73,7 +73,8 @@ class WithDynamicTables(RowsInStateDict):
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Start the exchange of ids; see TorchRec's method.
 
-        A malformed batch raises on all ranks, once the exchange is awaited; alone at once.
+        A malformed batch, or a table that cannot be trained yet, raises on all ranks, once the exchange is awaited; a
+        rank alone raises at once.
         """
         batch, error = self._checked(features)
         padded = self.padded(batch)
@@ -110,6 +111,9 @@ class WithDynamicTables(RowsInStateDict):
         """Return the batch to send, and why it stands for a malformed one if it does."""
         try:
             batch = self.check_batch(features)
+            # Before any group of tables is looked up, and on all ranks.
+            for module in self.dynamic_embedding_modules:
+                module.check_ready()
         except Exception as error:
             # Only input dists of dynamic tables tell the other ranks.
             if self._env.world_size == 1 or not self._has_dynamic_tables:
