@@ -396,6 +396,14 @@ class Outer(torch.nn.Module):
         self.again = self.parts[0]
 
 
+def test_c23_one_rank_owns_all_ids_of_continuous_routing(tmp_path: Path) -> None:
+    module, other = (make_module([options(dist_type="continuous")], device="cpu") for _ in range(2))
+    module(*bag_per_id([3, -7, 2**40])).sum().backward()
+    module.dump(str(tmp_path / "dump"), optim=True)
+    other.load(str(tmp_path / "dump"), optim=True)
+    assert records(other, "a") == records(module, "a")
+
+
 def test_c21_collections_have_folders_named_by_their_path(tmp_path: Path) -> None:
     first, second = trained(num_tables=1, seed=1), trained(num_tables=1, seed=2)
     model = Outer(first, second)

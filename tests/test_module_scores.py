@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +125,7 @@ def test_c10_customized_scores_are_those_last_set_per_table() -> None:
     module.set_score({"a": 2**63 - 1})
     with pytest.raises(DynamicEmbError, match="b has no score"):
         module(*batch([1], [1]))
-    module.set_score({"b": 7})
+    module.set_score({"b": np.int64(7)})
     module(*batch([1], [1]))
     assert score_of(module, "a", 1) == 2**63 - 1 and score_of(module, "b", 1) == 7
     assert module.get_score() == {"a": 2**63 - 1, "b": 7}

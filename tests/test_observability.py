@@ -27,6 +27,11 @@ import monitoring
 # Statistics
 
 
+def test_c04_the_name_of_a_table_is_no_argument_of_stats() -> None:
+    with pytest.raises(TypeError, match=r"wait must be a bool, got 'a'; the statistics of one table are stats\(\)"):
+        make_module([options()], device="cpu").stats("a")
+
+
 @pytest.mark.usefixtures("tensors_on_device")
 def test_stats_without_waiting_are_those_with(backend: str) -> None:
     module = make_module([options(capacity=16), options(capacity=32)], device=device_of(backend))

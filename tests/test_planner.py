@@ -242,6 +242,11 @@ def test_c04_bad_constraints_are_refused(configs: list[Any], constraints: dict[s
         make_planner(configs, constraints)
 
 
+def test_c04_options_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match="dynamicemb_options must be DynamicEmbTableOptions, got {'dim': 8}"):
+        DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options={"dim": 8})
+
+
 BAGS, ROWS = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 DYNAMIC_BAGS, DYNAMIC_ROWS = DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
 

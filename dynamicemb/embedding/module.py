@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -396,7 +397,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                     f"set_score needs score_strategy CUSTOMIZED, which table {name!r} does not have; "
                     "the other strategies make their own scores"
                 )
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not isinstance(value, Integral) or isinstance(value, bool):
                 raise TypeError(f"score of table {name!r} must be an int, got {value!r}")
             if not 0 < value <= MAX_SCORE:
                 raise ValueError(f"score of table {name!r} must be in 1..{MAX_SCORE}, got {value}")
@@ -410,15 +411,14 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                     UserWarning,
                     stacklevel=2,
                 )
-            self._group.set_score(table, value)
+            self._group.set_score(table, int(value))
             self._unscored.discard(name)
 
     def get_score(self) -> dict[str, int]:
         """Return, per table, a threshold: ids touched from now on have at least this score.
 
         TIMESTAMP, alone or with LFU, and NO_EVICTION (ids inserted from now on): the present time in Unix nanoseconds.
-        STEP: the number of the next training forward, which an ``insert()`` before it stays below. CUSTOMIZED: the
-        score last set, 0 if none. LFU: 1.
+        STEP: the number of the next training forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
         """
         group = self._group
         timed = [strategy in TIMED_SCORES for strategy in group.options.strategies]

@@ -36,6 +36,10 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     use_dynamicemb: bool = False
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=_default_options)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.dynamicemb_options, DynamicEmbTableOptions):
+            raise TypeError(f"dynamicemb_options must be DynamicEmbTableOptions, got {self.dynamicemb_options!r}")
+
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.use_dynamicemb, self.dynamicemb_options))
 

@@ -468,6 +468,8 @@ class TableGroup:
         Args:
             wait: False returns the last values that have arrived from the device and sends for newer ones.
         """
+        if not isinstance(wait, bool):
+            raise TypeError(f"wait must be a bool, got {wait!r}; the statistics of one table are stats()['<table>']")
         with self.lock:
             if wait:
                 counts = self.counter_reader.wait()
