@@ -79,10 +79,6 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
 def __getattr__(name: str) -> Any:
     # Looking EmbOptimType up imports fbgemm_gpu, which takes seconds.
     if name == "EmbOptimType":

@@ -401,7 +401,7 @@ def test_c23_one_rank_owns_all_ids_of_continuous_routing(tmp_path: Path) -> None
     module(*bag_per_id([3, -7, 2**40])).sum().backward()
     module.dump(str(tmp_path / "dump"), optim=True)
     other.load(str(tmp_path / "dump"), optim=True)
-    assert records(other, "a") == records(module, "a")
+    assert without_scores(records(other, "a")) == without_scores(records(module, "a"))
 
 
 def test_c21_collections_have_folders_named_by_their_path(tmp_path: Path) -> None:

@@ -125,8 +125,6 @@ class Table:
         Raises:
             ValueError: the routing is ``continuous`` and nobody knows the table's size.
         """
-        if world_size == 1:
-            return torch.zeros_like(ids)
         return owner_of(ids, world_size, self.options.dist_type, self.num_embeddings)
 
     def __str__(self) -> str:

@@ -32,7 +32,8 @@ def owner_of(
         ids: int64 (or uint64, the bit pattern counts) of any shape, on any device.
         world_size: W, number of ranks.
         dist_type: ``roundrobin``, ``hash_roundrobin`` or ``continuous``.
-        num_embeddings: rows of the table over all ranks; ``continuous`` needs it, the others ignore it.
+        num_embeddings: rows of the table over all ranks; ``continuous`` over several ranks needs it, the others ignore
+            it.
 
     Returns:
         int64, same shape and device, values 0..W-1.
@@ -72,7 +73,9 @@ def check_routing(world_size: int, dist_type: str, num_embeddings: int | None) -
         raise ValueError(f"dist_type must be one of {', '.join(DIST_TYPES)}, got {dist_type!r}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    if dist_type == CONTINUOUS and (num_embeddings is None or not 1 <= num_embeddings <= _MAX_CONTINUOUS):
+    if dist_type != CONTINUOUS or (world_size == 1 and num_embeddings is None):
+        return
+    if num_embeddings is None or not 1 <= num_embeddings <= _MAX_CONTINUOUS:
         raise ValueError(
             f"num_embeddings must be 1..2^62 for dist_type 'continuous', got {num_embeddings}; "
             "give the table's number of rows or use 'roundrobin'"
