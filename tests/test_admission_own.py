@@ -207,6 +207,21 @@ def test_c04_a_fill_that_does_not_say_whether_it_filled_is_refused(backend: str,
     assert module.tables.steps.num_outstanding == 0
 
 
+def test_c20_a_fill_that_fails_leaves_the_counts_right(backend: str) -> None:
+    class Failing(Even):
+        def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
+            raise KeyError("the user's")
+
+    module = module_on(backend, options(capacity=16, admit_strategy=Failing()))
+    module(*bag_per_id([2, 2]))
+    with pytest.raises(KeyError):
+        module(*bag_per_id([1, *range(4, 40, 2), *range(4, 40, 2)]))
+    counts = module.stats()["a"]
+    assert counts["size"] == counts["inserted"] - counts["evicted"]
+    assert counts["hits"] + counts["misses"] == 39 and module.tables.steps.num_outstanding == 0
+    module.tables.check_invariants()
+
+
 def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     own = make_module([options(admit_strategy=Even())], device="cpu").tables.admission
