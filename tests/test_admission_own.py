@@ -158,6 +158,20 @@ def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> 
     assert holds(module, [1, 2]) == [True, False] and counter.counts == {(0, 2): 1}
 
 
+def test_c12_counts_beyond_the_largest_frequency_are_exact(backend: str) -> None:
+    most = 2**31 - 1
+    table = options(admit_strategy=Even(), admission_counter=KVCounter(64, 16), score_strategy=LFU)
+    module = module_on(backend, table)
+    ids, offsets = bag_per_id([1, 1, 3, 1])
+    module(ids, offsets, frequency_counters=torch.tensor([most, most, 2, most]))
+    assert counts_of(module) == {1: 3 * most, 3: 2}
+    module(ids, offsets, frequency_counters=torch.tensor([most, 1, 2, 1]))
+    assert counts_of(module) == {1: 4 * most + 2, 3: 4}
+    ids, offsets = bag_per_id([2, 2])
+    module(ids, offsets, frequency_counters=torch.tensor([most, most]))
+    assert score_of(module, "a", 2) == 2 * most and module.stats()["a"]["clamped_inputs"] == 0
+
+
 def test_c12_an_id_that_was_imported_starts_counting_anew(backend: str) -> None:
     own = DictCounter()
     for counter in (own, KVCounter(64, 16)):
