@@ -20,6 +20,7 @@ from dynamicemb import (
 from dynamicemb.dynamicemb_config import MAX_BUCKET_CAPACITY
 from dynamicemb.embedding.admission import refuse_capture
 from dynamicemb.table.counter import ADMIT_BY_CALL
+from dynamicemb.table.import_rows import RowImport
 from tests.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
 from tests.lookups import bag_per_id, batch, constant, make_module, options, score_of
 
@@ -187,6 +188,16 @@ def test_c12_an_id_that_was_imported_starts_counting_anew(backend: str) -> None:
         module(*bag_per_id([5, 5, 6]))
         assert holds(module, [5, 6, 8]) == [True, False, False]
         own.counts = {(0, 6): 1}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_c12_an_id_that_was_loaded_is_not_counted_by_a_counter_of_the_user(backend: str, keep: bool) -> None:
+    own = DictCounter()
+    module = module_on(backend, options(admit_strategy=FrequencyAdmissionStrategy(3), admission_counter=own))
+    module(*bag_per_id([5, 5, 6]))
+    with RowImport(module.tables, 0, keep, 2, 0.0) as rows:
+        rows.add(torch.tensor([5, 8]), torch.zeros(2, 4), None, [torch.tensor([10**18, 10**18])])
+    assert holds(module, [5, 6, 8]) == [True, False, True] and own.counts == {(0, 6): 1}
 
 
 @pytest.mark.parametrize(
