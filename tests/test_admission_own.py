@@ -20,6 +20,7 @@ from dynamicemb import (
 from dynamicemb.dynamicemb_config import MAX_BUCKET_CAPACITY
 from dynamicemb.embedding.admission import refuse_capture
 from dynamicemb.table.counter import ADMIT_BY_CALL
+from dynamicemb.table.import_rows import RowImport
 from tests.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
 from tests.lookups import bag_per_id, batch, constant, make_module, options, score_of
 
@@ -158,6 +159,20 @@ def test_c12_the_frequency_strategy_asks_a_counter_of_the_user(backend: str) -> 
     assert holds(module, [1, 2]) == [True, False] and counter.counts == {(0, 2): 1}
 
 
+def test_c12_counts_beyond_the_largest_frequency_are_exact(backend: str) -> None:
+    most = 2**31 - 1
+    table = options(admit_strategy=Even(), admission_counter=KVCounter(64, 16), score_strategy=LFU)
+    module = module_on(backend, table)
+    ids, offsets = bag_per_id([1, 1, 3, 1])
+    module(ids, offsets, frequency_counters=torch.tensor([most, most, 2, most]))
+    assert counts_of(module) == {1: 3 * most, 3: 2}
+    module(ids, offsets, frequency_counters=torch.tensor([most, 1, 2, 1]))
+    assert counts_of(module) == {1: 4 * most + 2, 3: 4}
+    ids, offsets = bag_per_id([2, 2])
+    module(ids, offsets, frequency_counters=torch.tensor([most, most]))
+    assert score_of(module, "a", 2) == 2 * most and module.stats()["a"]["clamped_inputs"] == 0
+
+
 def test_c12_an_id_that_was_imported_starts_counting_anew(backend: str) -> None:
     own = DictCounter()
     for counter in (own, KVCounter(64, 16)):
@@ -173,6 +188,16 @@ def test_c12_an_id_that_was_imported_starts_counting_anew(backend: str) -> None:
         module(*bag_per_id([5, 5, 6]))
         assert holds(module, [5, 6, 8]) == [True, False, False]
         own.counts = {(0, 6): 1}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_c12_an_id_that_was_loaded_is_not_counted_by_a_counter_of_the_user(backend: str, keep: bool) -> None:
+    own = DictCounter()
+    module = module_on(backend, options(admit_strategy=FrequencyAdmissionStrategy(3), admission_counter=own))
+    module(*bag_per_id([5, 5, 6]))
+    with RowImport(module.tables, 0, keep, 2, 0.0) as rows:
+        rows.add(torch.tensor([5, 8]), torch.zeros(2, 4), None, [torch.tensor([10**18, 10**18])])
+    assert holds(module, [5, 6, 8]) == [True, False, True] and own.counts == {(0, 6): 1}
 
 
 @pytest.mark.parametrize(
@@ -205,6 +230,21 @@ def test_c04_a_fill_that_does_not_say_whether_it_filled_is_refused(backend: str,
     with pytest.raises(TypeError, match="Forgetful.initialize_non_admitted_embeddings must return True or False, got"):
         module(*bag_per_id([1, 2]))
     assert module.tables.steps.num_outstanding == 0
+
+
+def test_c20_a_fill_that_fails_leaves_the_counts_right(backend: str) -> None:
+    class Failing(Even):
+        def initialize_non_admitted_embeddings(self, buffer: torch.Tensor, indices: torch.Tensor) -> bool:
+            raise KeyError("the user's")
+
+    module = module_on(backend, options(capacity=16, admit_strategy=Failing()))
+    module(*bag_per_id([2, 2]))
+    with pytest.raises(KeyError):
+        module(*bag_per_id([1, *range(4, 40, 2), *range(4, 40, 2)]))
+    counts = module.stats()["a"]
+    assert counts["size"] == counts["inserted"] - counts["evicted"]
+    assert counts["hits"] + counts["misses"] == 39 and module.tables.steps.num_outstanding == 0
+    module.tables.check_invariants()
 
 
 def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.index import CLAMPED, NOW, OLDEST, STEP
 from dynamicemb.table.layout import POOLING_NONE, POOLING_SUM, FeatureLayout
 from dynamicemb.table.scores import SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
+from tests.admitting import admitting, counts_of, module_on
 from tests.conftest import reason_to_skip
 from tests.tables import make_group, ranges
 
@@ -164,6 +165,22 @@ def test_c04_illegal_frequencies_are_clamped_and_counted(backend: str, device: t
         scores = dict(zip(group.index.keys[slots].tolist(), group.index.scores[slots].tolist(), strict=True))
         assert scores == {4: (2**31 - 1) * factor, 5: 3 * factor}
         assert group.index.counters[:, CLAMPED].tolist() == [2 * factor, factor]
+
+
+def test_c04_illegal_frequencies_are_counted_where_admission_alone_reads_them(
+    backend: str, device: torch.device
+) -> None:
+    if backend == "cpu":
+        pytest.skip("cpu: illegal frequencies raise before a lookup begins")
+    module = module_on(backend, admitting(2**40))
+    group = module.tables
+    ids = torch.tensor([1, 2, 1, 3], device=device)
+    for number in (1, 2):
+        group.begin_step().finish()
+        frequencies = torch.tensor([0, 5, 2**31, 1], device=device)
+        group.find_or_insert(ids, ranges(4).to(device), frequencies, admit_all=False)
+        assert counts_of(module) == {1: 2**31 * number, 2: 5 * number, 3: number}
+        assert group.index.counters[0, CLAMPED] == 2 * number
 
 
 @pytest.mark.cuda

@@ -130,7 +130,8 @@ class RowImport(ImportStep):
             new = rows.at(placed)
             self._insert(new.ids)
             self._write(self._find(new.ids).long(), new)
-            if self._keep:
+            # A counter of ours was emptied with its table.
+            if self._keep or self._group.admission_reader is None:
                 self._group.forget_counts(self._table, new.ids)
 
     def _young(self, times: torch.Tensor) -> torch.Tensor:

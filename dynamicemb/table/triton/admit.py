@@ -26,7 +26,7 @@ from dynamicemb.table.index import ERASED, EVICTED, FAILED, INSERTED, NUM_COUNTE
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.staging import Stage, Staged
-from dynamicemb.table.triton.counting import count_by_table
+from dynamicemb.table.triton.counting import MAX_FREQUENCY, count_by_table
 from dynamicemb.table.triton.erase import erase
 from dynamicemb.table.triton.find import find_and_list, slots_of
 from dynamicemb.table.triton.hashing import mix
@@ -189,14 +189,18 @@ def add_counts(counter: Index, ids: torch.Tensor, table_ranges: torch.Tensor, am
         i64 ``[U]``; the amounts where a bucket is full of ids of this lookup.
     """
     missing = Missing.allocate(counter, ids.numel()).filled()
-    slots = find_and_list(counter, ids, table_ranges, amounts, missing)
+    # The kernels take amounts for frequencies of a batch, and clamp them; the rest is added below.
+    within = amounts.clamp(max=MAX_FREQUENCY)
+    slots = find_and_list(counter, ids, table_ranges, within, missing)
     if ids.numel():
-        elect(counter, ids, slots, table_ranges, amounts, missing)
+        elect(counter, ids, slots, table_ranges, within, missing)
         if missing.ordered:
             order(counter, ids, table_ranges, slots, missing)
         insert(counter, slots, missing)
         settle(counter, table_ranges, slots, missing)
-    return torch.where(slots >= 0, counter.scores[slots.clamp(min=0).long()], amounts)
+    placed, places = slots >= 0, slots.clamp(min=0).long()
+    counter.scores.index_add_(0, places, torch.where(placed, amounts - within, 0))
+    return torch.where(placed, counter.scores[places], amounts)
 
 
 def _ask(index, admission, ids, table_ranges, rows, scratch) -> torch.Tensor:

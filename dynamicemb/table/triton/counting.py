@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 # A frequency is a count of one batch; the bound keeps sums of scores far from the end of int64.
-_MAX_FREQUENCY = tl.constexpr(2**31 - 1)
+MAX_FREQUENCY = 2**31 - 1
+
+_MAX_FREQUENCY = tl.constexpr(MAX_FREQUENCY)
 
 
 @triton.jit

@@ -266,7 +266,7 @@ def _find_kernel(
     else:
         row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET)
     amount = tl.full([BLOCK], 1, tl.int64)
-    if (COUNTING != _COUNT_NONE) & HAS_FREQUENCIES:
+    if HAS_FREQUENCIES:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
         if tl.max(clamped.to(tl.int32), 0) > 0:
             count_by_table(counters_ptr + CLAMPED_COLUMN, table, clamped, NUM_COLUMNS)

@@ -92,6 +92,7 @@ def find_or_insert(
         if rejected is None:
             settle(index, table_ranges, rows, missing)
         else:
-            rejected.initialize(table_ranges, newcomers.state_values)
+            # Before the user's code, which may raise: what was inserted must be counted.
             staged = rejected.settle(index, table_ranges, rows, missing)
+            rejected.initialize(table_ranges, newcomers.state_values)
     return rows, Inserted(missing, staged)
