@@ -359,8 +359,15 @@ def test_c21_tables_are_locked_while_they_are_dumped_and_not_while_their_copy_is
     step(module, 1)
 
     def is_free() -> bool:
+        """Say whether another thread gets the lock."""
         got = []
-        thread = threading.Thread(target=lambda: got.append(module.tables.lock.acquire(blocking=False)))
+
+        def take() -> None:
+            got.append(module.tables.lock.acquire(blocking=False))
+            if got[0]:
+                module.tables.lock.release()
+
+        thread = threading.Thread(target=take)
         thread.start()
         thread.join()
         return got[0]
@@ -368,7 +375,6 @@ def test_c21_tables_are_locked_while_they_are_dumped_and_not_while_their_copy_is
     with live(tables_of_modules([module], "")[0], Selected(True, False)):
         assert not is_free()
     handle = dump_in_background(module, slow)
-    assert module.tables.lock.acquire(blocking=False)
-    module.tables.lock.release()
+    assert is_free()
     slow.go.set()
     handle.wait()
