@@ -35,7 +35,7 @@ class SlowDisk(MemoryDisk):
     def _operation(self, name: str) -> None:
         if name == "write":
             self.reached.set()
-            assert self.go.wait(60), "nobody let the disk go on"
+            assert self.go.wait(300), "nobody let the disk go on"
         super()._operation(name)
 
 

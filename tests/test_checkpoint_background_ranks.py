@@ -29,7 +29,7 @@ class SlowRealDisk(FileSystem):
 
     def write(self, file: int, data: memoryview) -> None:
         self.reached.set()
-        assert self.go.wait(60), "nobody let the disk go on"
+        assert self.go.wait(300), "nobody let the disk go on"
         super().write(file, data)
 
 
