@@ -30,6 +30,8 @@ class Kind:
         users: further options of "users".
         device: "cpu" or "cuda".
         seed: of first values.
+        num_embeddings: of each dynamic table.
+        learning_rate: of all tables.
     """
 
     dist_type: str = "roundrobin"
@@ -42,6 +44,7 @@ class Kind:
     device: str = "cpu"
     seed: int = SEED
     num_embeddings: int = 300
+    learning_rate: float = 0.1
 
 
 class Model(nn.Module):
@@ -100,7 +103,7 @@ def build(kind: Kind, world_size: int) -> Any:
         name: DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=options_of(kind, name))
         for name in ("users", "things")
     } | {"static": ParameterConstraints(sharding_types=[kind.static])}
-    params = {"optimizer": EmbOptimType[kind.optimizer], "learning_rate": 0.1, "seed": kind.seed}
+    params = {"optimizer": EmbOptimType[kind.optimizer], "learning_rate": kind.learning_rate, "seed": kind.seed}
     sharders = [
         DynamicEmbeddingCollectionSharder(fused_params=dict(params)),
         DynamicEmbeddingBagCollectionSharder(fused_params=dict(params)),

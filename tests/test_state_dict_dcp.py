@@ -194,13 +194,14 @@ def test_async_save_writes_what_was_there_when_it_was_called(tmp_path: Path) -> 
 
 
 def test_the_planner_leaves_what_is_not_ours_alone(tmp_path: Path) -> None:
-    state = {"my_dynamic_table": "text", "w": torch.arange(3.0)}
+    state = {"m": {"my_dynamic_table": "text", "w": torch.arange(3.0)}}
     dcp.save(state, checkpoint_id=tmp_path)
-    wanted = {"my_dynamic_table": "", "w": torch.zeros(3)}
+    wanted = {"m": {"my_dynamic_table": "", "w": torch.zeros(3)}}
     dcp.load(wanted, checkpoint_id=tmp_path, planner=DynamicEmbLoadPlanner())
-    assert wanted["my_dynamic_table"] == "text" and torch.equal(wanted["w"], state["w"])
+    assert wanted["m"]["my_dynamic_table"] == "text" and torch.equal(wanted["m"]["w"], state["m"]["w"])
+    assert wanted["m"].keys() == state["m"].keys()
     with pytest.raises(CheckpointException, match="Size mismatch"):
-        dcp.load({"w": torch.zeros(4)}, checkpoint_id=tmp_path, planner=DynamicEmbLoadPlanner())
+        dcp.load({"m": {"w": torch.zeros(4)}}, checkpoint_id=tmp_path, planner=DynamicEmbLoadPlanner())
 
 
 def test_a_part_of_a_checkpoint_that_was_kept_as_a_placeholder_is_noticed() -> None:
