@@ -86,7 +86,8 @@ def test_c21_files_are_those_of_the_moment_of_the_call(backend: str, case: str, 
         module.tables.index.clock[SEEN] += 10 * SECOND
         step(module, 1, 1, 50, 60)
         request = {**request, "base": ["/runs/base"]}
-    out = module(torch.tensor([2], device=module.tables.device), torch.tensor([0] + [1] * len(tables)))
+    device = module.tables.device
+    out = module(torch.tensor([2], device=device), torch.tensor([0] + [1] * len(tables), device=device))
     marks = dict(module.tables.marks)
     dump(module, disk, **request)
     module.tables.marks = marks
