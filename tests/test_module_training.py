@@ -172,16 +172,34 @@ def test_c14_retained_graphs_train_twice_and_others_refuse() -> None:
     output = module(*bag_per_id([1]))
     before = row_of(module, "a", 1)[0]
     output.sum().backward(retain_graph=True)
-    assert module.tables.steps.num_outstanding == 0
     output.sum().backward(retain_graph=True)
     torch.testing.assert_close(row_of(module, "a", 1)[0], before - 2, rtol=0, atol=1e-6)
-    # The id loses its row between two backwards: nothing may reach its successor.
+    # Whoever keeps the graph may come again: the id keeps its row.
+    assert module.tables.steps.num_outstanding == 1
     module(*bag_per_id(range(100, 116))).sum().backward()
+    assert module.stats()["a"]["failed"] == 1
+    output.sum().backward()
+    torch.testing.assert_close(row_of(module, "a", 1)[0], before - 3, rtol=0, atol=1e-6)
+    assert module.stats()["a"]["dropped_gradients"] == 0 and module.tables.steps.num_outstanding == 0
+    with pytest.raises(RuntimeError, match="second time"):
+        output.sum().backward()
+    # Without a backward that lets go of it, the step ends with the graph.
+    output = module(*bag_per_id([100]))
+    output.sum().backward(retain_graph=True)
+    assert module.tables.steps.num_outstanding == 1
+    del output
+    assert module.tables.steps.num_outstanding == 0
+
+
+def test_c08_a_second_backward_does_not_train_the_next_life_of_an_id() -> None:
+    module = make_module([options(capacity=16)])
+    output = module(*bag_per_id([5]))
+    output.sum().backward(retain_graph=True)
+    module.erase("a", torch.tensor([5]))
+    module(*bag_per_id([5]))
     kept = contents(module)
     output.sum().backward()
     assert contents(module) == kept and module.stats()["a"]["dropped_gradients"] == 1
-    with pytest.raises(RuntimeError, match="second time"):
-        output.sum().backward()
 
 
 def test_c14_a_gradient_whose_id_was_erased_is_dropped_and_counted() -> None:

@@ -28,7 +28,7 @@ class TrainingStep:
 
     Attributes:
         owner: holds the optimizer settings.
-        step: protects the rows until backward has run.
+        step: protects the rows until backward has run, or the graph is gone.
         epoch: ``group.epoch`` at forward.
         staged: what is read where ids were not admitted; None: the rows of the lookup.
     """
@@ -124,6 +124,8 @@ class LookupFunction(torch.autograd.Function):
         rows, table_ranges, offsets = ctx.rows, ctx.table_ranges, ctx.offsets
         lookup = Lookup(ids, rows, table_ranges, offsets, ctx.layout, weights[0] if weights else None)
         grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
+        # Whoever keeps the graph may come again; then the step ends with the graph. AOTAutograd asks the same.
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
         try:
             weights_grad = None
             with group.lock, phase("update"):
@@ -139,9 +141,12 @@ class LookupFunction(torch.autograd.Function):
                     weights_grad = weights_grad.to(ctx.weights_dtype)
                 if training is not None and ctx.needs_input_grad[0]:
                     group.update(training.owner.optimizer_spec, lookup, grad)
+        except BaseException:
+            # The exception may keep this graph alive.
+            is_last = True
+            raise
         finally:
-            # Also when it failed: the exception may keep this graph alive.
-            if training is not None:
+            if training is not None and is_last:
                 training.step.finish()
         return None, weights_grad, None, None, None, None
 
