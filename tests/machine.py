@@ -238,6 +238,12 @@ class TableMachine(RuleBasedStateMachine):
         values = self.module.tables.index.score_values.tolist()
         now = int(self.module.tables.index.clock[NOW])
         parts = [None, None] if frequencies is None else [frequencies[: len(keys[0])], frequencies[len(keys[0]) :]]
+        if admit_all:
+            # An import has the number of the training forward to come.
+            values = [
+                value + (strategy == SCORE_STEP)
+                for value, strategy in zip(values, self.module.tables.options.strategies, strict=True)
+            ]
         return [
             oracle.lookup(keys[t], parts[t], values[t], self.step, self.oldest(), now, admit_all)[0]
             for t, oracle in enumerate(self.oracles)

@@ -231,7 +231,7 @@ def test_options_are_equal_unless_they_differ_in_a_grouping_field(name):
 
 def test_grouped_key_names_the_grouping_fields():
     options = DynamicEmbTableOptions(**{name: CHANGES[name] for name in GROUPED})
-    kind = ("KVCounter", 1024)
+    kind = ("KVCounter", 128)
     assert options.get_grouped_key() == {name: CHANGES[name] for name in GROUPED} | {"admission_counter": kind}
     assert hash(options) == hash(replace(options, dim=3))
 

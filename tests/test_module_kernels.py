@@ -86,7 +86,7 @@ def test_imported_ids_have_a_score_and_train(strategy: Score) -> None:
         module.set_score({"a": 7})
     module(*bag_per_id([1, 1])).sum().backward()
     module.insert("a", torch.tensor([1, 2]), torch.zeros(2, 4))
-    expected = {Score.STEP: (1, 1), Score.CUSTOMIZED: (7, 7), Score.LFU: (3, 1)}
+    expected = {Score.STEP: (2, 2), Score.CUSTOMIZED: (7, 7), Score.LFU: (3, 1)}
     got = score_of(module, "a", 1), score_of(module, "a", 2)
     assert got == expected[strategy] if strategy in expected else got[0] == got[1] < module.get_score()["a"]
     module(*bag_per_id([1, 2])).sum().backward()
