@@ -15,6 +15,7 @@ from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_d
 from dynamicemb.checkpoint.own_counter import Counts, load_own
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
+from dynamicemb.checkpoint.read_ahead import ReadAhead
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.checkpoint.verify import Verified, verify
@@ -208,13 +209,15 @@ def _import(
                 superseded = np.empty(0, np.int64)
                 for part in reversed(parts):
                     newer = [superseded]
-                    for batch in rows_of_rank(table, part, conversion.of(table, part, parts[-1]), ranks, disk):
-                        if part is not parts[0]:
-                            newer.append(batch.ids.numpy())
-                        batch = batch.without(superseded)
-                        importer.add(*batch.on(table.group.device))
-                        num_rows += batch.ids.numel()
-                        progress.update(batch.ids.numel())
+                    rows = rows_of_rank(table, part, conversion.of(table, part, parts[-1]), ranks, disk)
+                    with ReadAhead(rows) as batches:
+                        for batch in batches:
+                            if part is not parts[0]:
+                                newer.append(batch.ids.numpy())
+                            batch = batch.without(superseded)
+                            importer.add(*batch.on(table.group.device))
+                            num_rows += batch.ids.numel()
+                            progress.update(batch.ids.numel())
                     newer += tombstones_of_rank(table, part, ranks, disk)
                     superseded = np.unique(np.concatenate(newer))
             lost = _import_counts(request, table, parts[-1], ranks, disk)
