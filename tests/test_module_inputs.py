@@ -8,7 +8,7 @@ import torch
 from dynamicemb import DynamicEmbPoolingMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.embedding.construct import _idle_options, check_device_ids
-from dynamicemb.errors import DynamicEmbError
+from dynamicemb.errors import DynamicEmbError, UnsupportedOptionError
 from tests.lookups import (
     MEAN,
     NONE,
@@ -307,3 +307,19 @@ def test_c28_a_table_made_for_evaluation_refuses_training_and_has_no_state() -> 
     assert module.insert("a", IDS, torch.ones(3, 4)).all()
     assert module.eval()(IDS, OFFSETS).all() and module.contains("a", IDS).all()
     assert module.tables.store.row_bytes.tolist() == [16]
+
+
+def test_c28_a_budget_of_gpu_memory_is_that_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynamicemb.embedding.construct import _check_gpu_memory
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 20_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    # A table with a budget for all of its rows, beside one without any.
+    tables = [options(local_hbm_for_values=4000), options()]
+    _check_gpu_memory(tables, [4000, 5000], 1000, gpu)
+    with pytest.raises(UnsupportedOptionError, match="local_hbm_for_values=4000 is less than the 4001 bytes"):
+        _check_gpu_memory(tables, [4001, 0], 0, gpu)
+    with pytest.raises(torch.OutOfMemoryError, match="need 9000 bytes of rows and 1001 of index, cuda:0 has 10000"):
+        _check_gpu_memory(tables, [4000, 5000], 1001, gpu)

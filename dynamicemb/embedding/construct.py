@@ -238,7 +238,7 @@ def build_group(
         growth = GrowthLimits(max_capacities, [float(o.max_load_factor) for o in options])
     formats = [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if first.training else 0) for o in options]
     if device.type == "cuda":
-        wanted = sum(c * f.num_bytes(weights_dtype(first)) for c, f in zip(capacities, formats, strict=True))
+        wanted = [c * f.num_bytes(weights_dtype(first)) for c, f in zip(capacities, formats, strict=True)]
         per_slot = INDEX_BYTES_PER_SLOT + (STAMP_BYTES_PER_SLOT if SCORE_COMPOUND in strategies else 0)
         _check_gpu_memory(options, wanted, sum(capacities) * per_slot, device)
     return TableGroup(
@@ -263,25 +263,33 @@ def build_group(
 
 
 def _check_gpu_memory(
-    options: list[DynamicEmbTableOptions], row_bytes: int, index_bytes: int, device: torch.device
+    options: list[DynamicEmbTableOptions], row_bytes: list[int], index_bytes: int, device: torch.device
 ) -> None:
     """Refuse tables that are meant to be partly in host memory, and tables that do not fit.
 
+    Args:
+        options: of each table.
+        row_bytes: bytes of the rows of each table.
+        index_bytes: of all of them.
+        device: the GPU.
+
     Raises:
-        UnsupportedOptionError: ``local_hbm_for_values`` is set and holds less than all rows.
+        UnsupportedOptionError: ``local_hbm_for_values`` of a table is set and holds less than all its rows.
         torch.OutOfMemoryError: the GPU has too little memory left.
     """
-    allowed = sum(option.local_hbm_for_values for option in options)
-    if 0 < allowed < row_bytes:
-        raise UnsupportedOptionError(
-            f"local_hbm_for_values={allowed} is less than the {row_bytes} bytes of all rows: rows in host memory are "
-            "not available in this version; set it to 0 or at least to that number, or lower max_capacity"
-        )
+    for option, number in zip(options, row_bytes, strict=True):
+        if 0 < option.local_hbm_for_values < number:
+            raise UnsupportedOptionError(
+                f"local_hbm_for_values={option.local_hbm_for_values} is less than the {number} bytes of all rows: rows "
+                "in host memory are not available in this version; set it to 0 or at least to that number, or lower "
+                "max_capacity"
+            )
+    all_rows = sum(row_bytes)
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if row_bytes + index_bytes > free:
+    if all_rows + index_bytes > free:
         raise torch.OutOfMemoryError(
-            f"the tables need {row_bytes} bytes of rows and {index_bytes} of index, {device} has {free} bytes free; "
+            f"the tables need {all_rows} bytes of rows and {index_bytes} of index, {device} has {free} bytes free; "
             "lower max_capacity, or use a smaller embedding_dtype or an optimizer with less state"
         )
 
