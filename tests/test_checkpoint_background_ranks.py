@@ -175,15 +175,15 @@ def test_c21_a_dump_outlives_the_process_group(tmp_path: Path) -> None:
 
 
 _CHILD = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from dynamicemb.checkpoint.io import FileSystem
 from tests.checkpoints import trained
 from tests.test_checkpoint_background_ranks import start
 
 class Disk(FileSystem):
     def write(self, file, data):
-        # Long after the main thread has come to its end.
-        time.sleep(0.1)
+        # Not before the main thread has come to its end, and the interpreter to its own.
+        threading.main_thread().join()
         if sys.argv[2] == "fails":
             raise OSError(28, "No space left on device")
         if sys.argv[2] == "killed":

@@ -18,8 +18,8 @@ _PROGRAMS_PER_PROCESSOR = 32
 _INTERPRETED_PROGRAMS = 2
 
 # Registers of a thread with which 32 warps fit a multiprocessor. A kernel that waits for memory, and would take a few
-# more, is faster with this limit: on an H200 find 6 to 12 %, units of the update 7 %. With still fewer both are slower,
-# and every other kernel is slower with a limit.
+# more, is faster with this limit: on an H200 find 4 to 12 %, units of the update 7 %. With still fewer both are slower;
+# no other kernel gains by a limit of 32 to 96.
 FULL_PROCESSOR = 64
 
 # Kernels compiled for pointers that are all multiples of this many bytes.
