@@ -174,6 +174,38 @@ def test_c21_a_dump_outlives_the_process_group(tmp_path: Path) -> None:
         pool.close()
 
 
+class NoThreads(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def lack_a_thread(rank: int, world_size: int, path: str) -> str:
+    """Dump in the background where rank 1 can start no thread, then again where it can; returns the first error."""
+    from tests.lookups import bag_per_id, make_module, options
+
+    model = make_module([options()])
+    model(*bag_per_id(range(rank, 20, 2))).sum().backward()
+    usual, message = threading.Thread, ""
+    threading.Thread = NoThreads if rank == 1 else usual
+    try:
+        start(model, path, FileSystem())
+    except RuntimeError as error:
+        message = str(error)
+    finally:
+        threading.Thread = usual
+    assert not model.tables.marks and not Path(path).exists()
+    for thread in threading.enumerate():
+        if thread.name == "dynamicemb dump":
+            thread.join(60)
+            assert not thread.is_alive()
+    start(model, path, FileSystem()).wait(60)
+    return message
+
+
+def test_c21_a_rank_without_a_thread_raises_on_all(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+    assert ranks.run(2, lack_a_thread, str(tmp_path / "dump")) == ["can't start new thread"] * 2
+
+
 _CHILD = """
 import os, signal, sys, threading
 from dynamicemb.checkpoint.io import FileSystem

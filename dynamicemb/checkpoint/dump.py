@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,9 +228,13 @@ def _write_in_background(dump: _Dump) -> DumpHandle:
     marks = dump.mark([copy.next_step for copy in copies])
     waiting = drained(copies)
     del copies
+    all_started, answered = False, threading.Event()
 
     def work(advance: Callable[[int], None]) -> None:
         try:
+            answered.wait()
+            if not all_started:
+                return
             _warn_if(dump.write(ranks, waiting, advance), dump, stacklevel=2)
         except BaseException:
             _restore_marks(dump.tables, marks, before)
@@ -240,10 +245,15 @@ def _write_in_background(dump: _Dump) -> DumpHandle:
                 copy.close()
 
     try:
-        return start(dump.request.path, num_rows, work)
+        handle = dump.ranks.each(lambda: start(dump.request.path, num_rows, work))
+        all_started = True
+        return handle
     except BaseException:
         _restore_marks(dump.tables, marks, before)
         raise
+    finally:
+        # A thread would wait for the others in vain if one rank has none.
+        answered.set()
 
 
 def _restore_marks(tables: list[Table], marks: list[Mark], before: list[Mark | None]) -> None:
