@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.group import GroupOptions, TableGroup
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
@@ -25,12 +26,15 @@ def use_backend(group: TableGroup, backend: str) -> None:
     """Make a group run the kernels of a backend; those of Triton in batch order, as the CPU's."""
     if backend == "cpu":
         return
-    from dynamicemb.table import triton
-
-    kernels = {name: getattr(triton, name) for name in triton.__all__}
-    kernels["open_batch"] = functools.partial(triton.open_batch, deterministic=True)
+    kernels = vars(kernels_of(backend)).copy()
+    kernels["open_batch"] = functools.partial(kernels["open_batch"], deterministic=True)
     kernels["find_or_insert"] = find_or_insert_in_order
     group.kernels = SimpleNamespace(**kernels)
+
+
+def kernels_of(backend: str) -> SimpleNamespace:
+    """Return a backend's kernels as a group of tables gets them; `interpret` has those of a GPU."""
+    return kernels_for(torch.device("cpu" if backend == "cpu" else "cuda"))
 
 
 def find_or_insert_in_order(index, store, newcomers, ids, *args, scratch=None):

@@ -9,7 +9,7 @@ from dynamicemb import DynamicEmbScoreStrategy
 from dynamicemb.dynamicemb_config import is_deterministic
 from dynamicemb.table.index import CLOCK_SIZE
 from tests.lookups import MEAN, bag_per_id, make_module, options, snapshot
-from tests.tables import device_of
+from tests.tables import device_of, kernels_of
 
 VARIABLE = "DEMB_DETERMINISM_MODE"
 
@@ -38,9 +38,7 @@ def make(backend: str, **arguments):
     module = make_module(device=device_of(backend), **arguments)
     if backend == "interpret":
         # As they are: ``use_backend`` would make them deterministic.
-        from dynamicemb.table import triton
-
-        module.tables.kernels = triton
+        module.tables.kernels = kernels_of(backend)
     return module
 
 

@@ -8,7 +8,7 @@ from dynamicemb.table.group import TableGroup
 from dynamicemb.table.import_rows import RowImport, clear
 from dynamicemb.table.layout import fmix64, locate
 from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU, SCORE_TIMESTAMP
-from tests.tables import make_group, ranges
+from tests.tables import kernels_of, make_group, ranges
 
 
 def held(group: TableGroup, table: int) -> dict[int, tuple[list[float], tuple[int, ...]]]:
@@ -58,6 +58,17 @@ def test_c23_the_strongest_ids_of_each_bucket_stay_whatever_their_order(
             row, score = results[0][key]
             assert row == rows_of(ids[place : place + 1])[0].tolist()
             assert score == tuple(int(column[place]) for column in columns)
+
+
+def test_c23_an_import_uses_only_kernels_that_the_backend_has(backend: str, tensors_on_device: None) -> None:
+    group = make_group(backend, [32], strategy=SCORE_LFU)
+    # As they are: tests make those of Triton work in batch order.
+    group.kernels = kernels_of(backend)
+    ids = torch.arange(-9, 9)
+    with RowImport(group, 0, False, ids.numel(), 0.0) as importer:
+        importer.add(ids, rows_of(ids), None, [ids + 20])
+    assert held(group, 0) == {i: (row, (i + 20,)) for i, row in zip(ids.tolist(), rows_of(ids).tolist(), strict=True)}
+    assert {name for name, kernel in vars(kernels_of(backend)).items() if not callable(kernel)} == set()
 
 
 def test_c08_replaced_ids_are_gone_and_kept_ones_stay(backend: str, tensors_on_device: None) -> None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 
 import torch
 
@@ -168,7 +168,7 @@ def make_room(
     growth: Growth,
     index: Index,
     store: RowStore,
-    kernels: ModuleType,
+    kernels: SimpleNamespace,
     capacities: list[int],
     steps: StepTracker,
     num_ids: int,
@@ -208,7 +208,7 @@ def make_room(
 
 
 def grow_by(
-    growth: Growth, index: Index, store: RowStore, kernels: ModuleType, table: int, capacity: int, factor: int
+    growth: Growth, index: Index, store: RowStore, kernels: SimpleNamespace, table: int, capacity: int, factor: int
 ) -> int:
     """Grow a table by ``factor``, or where memory does not suffice by less and for the last time.
 

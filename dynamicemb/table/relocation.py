@@ -5,7 +5,7 @@ entries move, rows stay with their ids, and so do the row numbers that a step in
 new ones go to the empty slots. Erased slots become empty, but for those that a step still protects.
 """
 
-from types import ModuleType
+from types import SimpleNamespace
 
 import torch
 
@@ -22,7 +22,7 @@ GROWTH_BYTES_PER_SLOT = 20
 _COLUMNS = ("keys", "digests", "scores", "stamps", "rows", "tags")
 
 
-def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor: int) -> None:
+def grow(index: Index, store: RowStore, kernels: SimpleNamespace, table: int, factor: int) -> None:
     """Multiply the buckets of a table.
 
     Args:
@@ -60,7 +60,7 @@ def grow(index: Index, store: RowStore, kernels: ModuleType, table: int, factor:
     index.entries_moved()
 
 
-def rebuild(index: Index, kernels: ModuleType, table: int) -> None:
+def rebuild(index: Index, kernels: SimpleNamespace, table: int) -> None:
     """Place every id of a table anew, so that erased slots become empty.
 
     Every bucket keeps its rows. Takes a copy of the table's part of the index.
@@ -96,7 +96,7 @@ def _kept(index: Index, begin: int, end: int) -> torch.Tensor:
 
 def _move(
     index: Index,
-    kernels: ModuleType,
+    kernels: SimpleNamespace,
     slots: tuple[int, int],
     kept: torch.Tensor,
     new: dict[str, torch.Tensor],
