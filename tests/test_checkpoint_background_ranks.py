@@ -42,13 +42,13 @@ def start(model: Any, path: str, disk: FileSystem, **request: Any) -> Any:
     return dump_tables(DumpRequest(path, **request), tables_of_model(model, None), Ranks(), disk)
 
 
-def train_meanwhile(rank: int, world_size: int, path: str) -> int:
+def train_meanwhile(rank: int, world_size: int, path: str, device: str = "cpu") -> int:
     """Dump in the background, then train with collectives of its own; returns the steps that ran meanwhile."""
     from dynamicemb import DynamicEmbDump, DynamicEmbLoad
     from tests.sharded_model import dynamic_modules
     from tests.test_checkpoint_ranks import case_for, held, make, steps
 
-    case = case_for("roundrobin", score="LFU")
+    case = case_for("roundrobin", score="LFU", device=device)
     model = make(case, world_size)
     steps(model, case, rank, range(3))
     before = held(model)
@@ -75,6 +75,11 @@ def train_meanwhile(rank: int, world_size: int, path: str) -> int:
 
 def test_c21_ranks_train_while_their_dump_is_written(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
     assert ranks.run(2, train_meanwhile, str(tmp_path)) == [5, 5]
+    check_files(tmp_path)
+
+
+def check_files(tmp_path: Path) -> None:
+    """Check that the dump in the background has the files of the one before it."""
     now, later = (
         {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.rank_*")}
         for folder in (tmp_path / "now", tmp_path / "later")
@@ -82,11 +87,11 @@ def test_c21_ranks_train_while_their_dump_is_written(ranks: RankPool, tmp_path: 
     assert now == later and len(now) == 16 and any(now.values())
 
 
-def fail_meanwhile(rank: int, world_size: int, path: str, guilty: int) -> list[tuple[str, str]]:
+def fail_meanwhile(rank: int, world_size: int, path: str, guilty: int, device: str = "cpu") -> list[tuple[str, str]]:
     """Let operations of one rank fail; returns the error of each and of the next dump, which must succeed."""
     from tests.test_checkpoint_ranks import case_for, make, steps
 
-    case = case_for("roundrobin")
+    case = case_for("roundrobin", device=device)
     model = make(case, world_size)
     steps(model, case, rank, range(2))
     counting = FailingDisk(-1, errno.EIO)
@@ -111,7 +116,12 @@ def fail_meanwhile(rank: int, world_size: int, path: str, guilty: int) -> list[t
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_c21_a_failure_on_one_rank_comes_from_wait_on_all(ranks: RankPool, tmp_path: Path, guilty: int) -> None:  # noqa: F811
-    first, second = ranks.run(2, fail_meanwhile, str(tmp_path / "dump"), guilty)
+    check_failures(ranks.run(2, fail_meanwhile, str(tmp_path / "dump"), guilty))
+
+
+def check_failures(messages: list[Any]) -> None:
+    """Check that both ranks had the error of the disk."""
+    first, second = messages
     assert first == second and len(first) > 3 and all("Errno 5" in message for message in first)
 
 

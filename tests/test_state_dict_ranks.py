@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dynamicemb import DynamicEmbScoreStrategy
 from tests.checkpoints import Records, shift_between, without_scores
-from tests.ranks import GpuRanks, RankPool, gpu_ranks, ranks  # noqa: F401
+from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.state_dict_model import Kind, batch, build, counted, held, joined, joined_tables, others, train
 
 pytestmark = [
@@ -480,17 +480,3 @@ def missing(rank: int, world_size: int, kind: Kind) -> None:
 
 def test_a_checkpoint_without_rows_is_an_error_or_a_warning(ranks: RankPool) -> None:  # noqa: F811
     ranks.run(2, missing, Kind())
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("score", ["LFU", "TIMESTAMP"])
-def test_c29_training_goes_on_over_gpus(gpu_ranks: GpuRanks, tmp_path: Path, score: str) -> None:  # noqa: F811
-    gpu_ranks.run(2, resume_on_gpus, Kind(score=score, device="cuda", admit=3), str(tmp_path / "c"))
-
-
-def resume_on_gpus(rank: int, world_size: int, kind: Kind, path: str) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        resume(rank, world_size, kind, path)
-    finally:
-        torch.use_deterministic_algorithms(False)
