@@ -169,9 +169,9 @@ def test_c24_counters_of_a_folder_without_a_manifest(tmp_path: Path) -> None:
     np.array([2, 1, 0, -1], "<i8").tofile(tmp_path / "d" / COUNTS)
     copy = make_module([admitting(3)])
     load_quietly(copy, tmp_path / "d", counter=True)
-    assert counts_of(copy) == {1: 2, 2: 1, 4: 2**63 - 1}
+    assert counts_of(copy) == {1: 2, 2: 1, 4: 2**62}
     load_quietly(copy, tmp_path / "d", counter=True, merge=True)
-    assert counts_of(copy) == {1: 4, 2: 2, 4: 2**63 - 1}
+    assert counts_of(copy) == {1: 4, 2: 2, 4: 2**62}
     (tmp_path / "d" / COUNTS).write_bytes(bytes(24))
     with pytest.raises(CheckpointCorruptError, match=f"{COUNTS}.*32 bytes.*24 bytes"):
         load_quietly(copy, tmp_path / "d", counter=True)

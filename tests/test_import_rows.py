@@ -60,6 +60,20 @@ def test_c23_the_strongest_ids_of_each_bucket_stay_whatever_their_order(
             assert score == tuple(int(column[place]) for column in columns)
 
 
+@pytest.mark.parametrize("strategy", [SCORE_LFU, SCORE_COMPOUND])
+def test_c07_a_count_that_was_imported_never_wraps(backend: str, tensors_on_device: None, strategy: int) -> None:
+    group = make_group(backend, [16], strategy=strategy)
+    ids = torch.arange(3)
+    counts = torch.tensor([2**63 - 1, 2**62 + 1, 2**62 - 5])
+    with RowImport(group, 0, False, 3, 0.0) as importer:
+        importer.add(ids, rows_of(ids), None, [ids + 9, counts][-1 if strategy == SCORE_LFU else 0 :])
+    step = group.begin_step()
+    group.find_or_insert(ids, ranges(3), torch.tensor([2**31 - 1, 1, 5]))
+    step.finish()
+    found = {i: score[-1] for i, (_, score) in held(group, 0).items()}
+    assert found == {0: 2**62 + 2**31 - 1, 1: 2**62 + 1, 2: 2**62}
+
+
 def test_c23_an_import_uses_only_kernels_that_the_backend_has(backend: str, tensors_on_device: None) -> None:
     group = make_group(backend, [32], strategy=SCORE_LFU)
     # As they are: tests make those of Triton work in batch order.

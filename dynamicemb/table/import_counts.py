@@ -8,7 +8,7 @@ from dynamicemb.table.group import TableGroup
 from dynamicemb.table.import_rows import clear_counts
 from dynamicemb.table.import_step import ImportStep
 from dynamicemb.table.room import Room, last_of_each
-from dynamicemb.table.scores import MAX_SCORE
+from dynamicemb.table.scores import MAX_IMPORTED_COUNT
 
 
 class CountImport(ImportStep):
@@ -52,11 +52,11 @@ class CountImport(ImportStep):
 
         Args:
             ids: i64 ``[M]``; of repeated ones the last counts.
-            counts: i64 ``[M]``, occurrences; an id without any is passed over.
+            counts: i64 ``[M]``, occurrences; an id without any is passed over, and more than 2**62 become that.
         """
         group, counter = self._group, self._index
         last = last_of_each(ids)
-        ids, counts = ids[last], counts[last]
+        ids, counts = ids[last], counts[last].clamp(max=MAX_IMPORTED_COUNT)
         wanted = (counts > 0) & (group.find(ids, group._ranges_of(self._table, ids.numel())) < 0)
         ids, counts = ids[wanted], counts[wanted]
         slots = self._find(ids)
@@ -64,7 +64,7 @@ class CountImport(ImportStep):
         held = counter.scores[slots[there]]
         new = counts[there]
         # First those that are there: new ids compete with their sums.
-        self._write(slots[there], held + torch.minimum(new, MAX_SCORE - held) if self._keep else new)
+        self._write(slots[there], held + torch.minimum(new, MAX_IMPORTED_COUNT - held) if self._keep else new)
         missing = (~there).nonzero().flatten()
         placed = missing[self._room.take(ids[missing], [counts[missing]])]
         self.num_lost = self._room.num_lost

@@ -13,7 +13,7 @@ from dynamicemb.table.index import ERASED, NOW, SEEN, UPDATES
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED, FIRST_DIGEST
 from dynamicemb.table.room import Room, last_of_each
-from dynamicemb.table.scores import SCORE_COMPOUND
+from dynamicemb.table.scores import MAX_IMPORTED_COUNT, SCORE_COMPOUND, SCORE_LFU
 
 
 class RowImport(ImportStep):
@@ -47,6 +47,7 @@ class RowImport(ImportStep):
         self._keep = keep
         self._num_ids = num_ids
         self._initial = initial_state
+        self._counts = group.options.strategies[table] in (SCORE_LFU, SCORE_COMPOUND)
 
     def _empty(self) -> None:
         # What comes has no tags: no increment would find it.
@@ -110,8 +111,10 @@ class RowImport(ImportStep):
             ids: i64 ``[M]``; of repeated ones the last counts.
             weights: f32 ``[M, D]``.
             state: f32 ``[M, num_state]``, or None for the initial state.
-            scores: what ``TableGroup.scores`` returns, each i64 ``[M]``.
+            scores: what ``TableGroup.scores`` returns, each i64 ``[M]``; counts beyond 2**62 become that.
         """
+        if self._counts:
+            scores = [*scores[:-1], scores[-1].clamp(max=MAX_IMPORTED_COUNT)]
         rows = _Rows(ids, weights, self._initial_state(ids.numel()) if state is None else state, scores)
         rows = rows.at(self._young(scores[0]))
         last = last_of_each(rows.ids)

@@ -19,6 +19,8 @@ SCORE_MIXED_UNCOUNTED = 7
 TIMED_SCORES = (SCORE_TIMESTAMP, SCORE_NO_EVICTION, SCORE_COMPOUND)
 
 MAX_SCORE = 2**63 - 1
+# Of a count that is imported: kernels add to it without a look at the sum, which never gets to 2**63 from here.
+MAX_IMPORTED_COUNT = 2**62
 
 # Which tables of a group count, for kernels to be compiled for.
 COUNT_NONE = 0

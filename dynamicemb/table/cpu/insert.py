@@ -8,7 +8,7 @@ from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, grou
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
 from dynamicemb.table.cpu.probe import counts as table_counts
 from dynamicemb.table.cpu.probe import expired, index_view, next_group, probe
-from dynamicemb.table.cpu.score_function import rank
+from dynamicemb.table.cpu.score_function import rank_slots
 from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, Index
 from dynamicemb.table.results import InsertResult
@@ -101,6 +101,7 @@ def _insert_kernel(view, batch, missing, outcome, victims, counts):
         num_buckets = read_i64(view.bucket_offsets, t + 1) - first
         owner[m] = (first + bucket_of(mix(read_i64(ids, missing[m])), num_buckets)) * parts // total
     for part in prange(parts):
+        ranks = np.empty(view.bucket_capacity if view.score_function != 0 else 0, np.int64)
         if view.ttls != 0:
             for m in range(num_missing):
                 if owner[m] == part and _revive(view, batch, missing[m], table_of[m]):
@@ -108,7 +109,7 @@ def _insert_kernel(view, batch, missing, outcome, victims, counts):
                     counts[part, table_of[m], _EXPIRED] += 1
         for m in range(num_missing):
             if owner[m] == part and outcome[m] == _PLACED_BEFORE:
-                kind = _place(view, batch, missing[m], table_of[m], victims[:, m])
+                kind = _place(view, batch, missing[m], table_of[m], victims[:, m], ranks)
                 outcome[m] = kind
                 counts[part, table_of[m], kind] += 1
 
@@ -146,8 +147,8 @@ def _revive(view, batch, i, t):
 
 
 @njit
-def _place(view, batch, i, t, victim):
-    """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened."""
+def _place(view, batch, i, t, victim, ranks):
+    """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened. ``ranks`` is scratch memory."""
     ids, _, out, frequencies = batch
     key, digest, base, group = _home(view, ids, i, t)
     score = _first_score(view, frequencies, i, t)
@@ -164,7 +165,7 @@ def _place(view, batch, i, t, victim):
         kind = _EXPIRED
     if slot < 0:
         kind = _EVICTED
-        slot = _lowest(view, base)
+        slot = _lowest(view, base, ranks)
         if slot < 0:
             return _FAILED
         victim[0] = read_i64(view.keys, slot)
@@ -211,7 +212,7 @@ def _free_slot(view, base, group, t):
 
 
 @njit
-def _lowest(view, base):
+def _lowest(view, base, ranks):
     """Return the unprotected slot with the lowest (score, unsigned fmix64(id)) of a full bucket, or -1.
 
     With a score function, its result takes the place of the score.
@@ -219,12 +220,12 @@ def _lowest(view, base):
     best = -1
     best_score = np.int64(0)
     best_hash = np.uint64(0)
+    if view.score_function != 0:
+        rank_slots(view.score_function, view.stamps + 8 * base, view.scores + 8 * base, ranks, view.now)
     for slot in range(base, base + view.bucket_capacity):
         if read_i32(view.tags, slot) >= view.oldest:
             continue
-        score = read_i64(view.scores, slot)
-        if view.score_function != 0:
-            score = rank(view.score_function, read_i64(view.stamps, slot), score, view.now)
+        score = ranks[slot - base] if view.score_function != 0 else read_i64(view.scores, slot)
         if best >= 0 and score > best_score:
             continue
         h = mix(read_i64(view.keys, slot))
