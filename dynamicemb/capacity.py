@@ -4,13 +4,13 @@ Nothing here imports torchrec: embedding configs and their ``DataType`` are read
 """
 
 import enum
-import warnings
 from numbers import Integral
 from typing import Any, Protocol
 
 import torch
 
 from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
+from dynamicemb.warn import warn
 
 BUCKET_ALIGNMENT = 16
 DEMB_TABLE_ALIGN_SIZE = 16
@@ -266,9 +266,7 @@ def get_constraint_capacity(
         bucket = BUCKET_ALIGNMENT
     bucket_bytes = bucket * row_bytes(dtype, dim, get_optimizer_state_dim(optimizer_type, dim, dtype))
     if memory_bytes < bucket_bytes:
-        warnings.warn(
+        warn(
             f"{memory_bytes} bytes hold no bucket of {bucket} rows ({bucket_bytes} bytes); using one bucket",
-            UserWarning,
-            stacklevel=2,
         )
     return max(memory_bytes // bucket_bytes, 1) * bucket

@@ -2,7 +2,6 @@
 
 import enum
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
@@ -60,6 +59,7 @@ from dynamicemb.types import (
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
 )
+from dynamicemb.warn import warn
 
 __all__ = [
     "BATCH_SIZE_PER_DUMP",
@@ -366,11 +366,9 @@ class DynamicEmbTableOptions:
             return
         implied = get_evict_strategy(self.score_strategy)
         if self.evict_strategy is not implied:
-            warnings.warn(
+            warn(
                 f"evict_strategy={self.evict_strategy.name} has no effect: score_strategy implies {implied.name}; "
                 "choose a score_strategy instead",
-                UserWarning,
-                stacklevel=4,
             )
 
     def get_grouped_key(self) -> dict[str, Any]:

@@ -8,9 +8,7 @@ either enum work.
 import enum
 import functools
 import importlib
-import inspect
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
@@ -18,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from dynamicemb.warn import warn
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -59,11 +59,9 @@ def _emb_optim_type() -> Any:
     # A build for another torch or CUDA fails in ways of its own: missing libraries, missing symbols.
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if getattr(error, "name", None) != "fbgemm_gpu":
-            warnings.warn(
+            warn(
                 f"fbgemm_gpu is installed but cannot be imported ({error}); EmbOptimType is dynamicemb's own copy. "
                 "Install the fbgemm_gpu that matches torch",
-                UserWarning,
-                stacklevel=3,
             )
     return _EmbOptimType
 
@@ -295,11 +293,9 @@ class OptimizerSpec:
             idle.append("max_gradient")
         if idle:
             given = ", ".join(f"{name}={kwargs[name]}" for name in idle)
-            warnings.warn(
+            warn(
                 f"optimizer {_NAME_OF_KIND[kind]} ignores {given}; it reads {', '.join(sorted(_READ_BY[kind]))}"
                 + (" (max_gradient only with gradient_clipping=True)" if "max_gradient" in idle else ""),
-                UserWarning,
-                stacklevel=_level_of_user(),
             )
         return spec
 
@@ -365,15 +361,6 @@ def saved_iterations(values: Mapping[str, Any]) -> int:
     if iterations < 0:
         raise ValueError(f"iters must be >= 0, got {iterations}")
     return iterations
-
-
-def _level_of_user() -> int:
-    """Return the stacklevel with which our caller's warning points at the first line outside this package."""
-    level, frame = 1, inspect.currentframe()
-    frame = frame.f_back if frame else None
-    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "dynamicemb":
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _check_non_negative(name: str, value: object) -> None:

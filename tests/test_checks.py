@@ -1,6 +1,7 @@
 """``safe_check_mode``: failed inserts are foreseen (ERROR), warned about (WARNING) or only counted (IGNORE)."""
 
 import copy
+import linecache
 import warnings
 from types import SimpleNamespace
 
@@ -39,6 +40,27 @@ def checked_module(backend: str, *modes: DynamicEmbCheckMode, **arguments):
     module = make_module(tables, device=device_of(backend), **arguments)
     use_backend(module.tables, backend)
     return module
+
+
+class Model(torch.nn.Module):
+    """What users have around a table: a module of theirs in modules of torch."""
+
+    def __init__(self, tables: torch.nn.Module) -> None:
+        super().__init__()
+        self.tables = torch.nn.Sequential(tables)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.tables[0](ids, offsets)
+
+
+def test_c06_a_warning_names_the_line_of_the_user() -> None:
+    model = Model(checked_module("cpu", WARNING))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(*bag_per_id(range(40)))
+        checked_module("cpu", WARNING, enforce_hbm=True)
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in caught]
+    assert lines == ["return self.tables[0](ids, offsets)", "return BatchedDynamicEmbeddingTablesV2(tables, **arguments)"]
 
 
 # The plan

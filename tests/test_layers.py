@@ -14,7 +14,7 @@ LAYERS = ["sharding", "checkpoint", "inference", "embedding", "table"]
 LOW_MODULES = {"types", "errors", "capacity", "admission", "host_memory", "score_strategy", "score_function"}
 LOW_MODULES |= {"dynamicemb_config"}
 LOW_MODULES |= {"optimizer"}
-LOW_MODULES |= {"version"}
+LOW_MODULES |= {"version", "warn"}
 FLOOR = len(LAYERS)
 # Every other module at the root only hands on names. It stands above all layers.
 TOP = -1

@@ -1,6 +1,5 @@
 """What ``safe_check_mode`` asks of a module's lookups."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from dynamicemb.table.group import TableGroup
 from dynamicemb.table.index import FAILED
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.plan import InsertPlan
+from dynamicemb.warn import warn
 
 _REMEDY = "raise max_capacity (with a planner num_embeddings), lower protect_steps, or send fewer distinct ids per step"
 
@@ -111,11 +111,9 @@ class InsertChecks:
             new = failed - self._warned[t]
             if new > 0:
                 self._warned[t] = failed
-                warnings.warn(
+                warn(
                     f"table {self._group.names[t]!r}: {new} occurrences of new ids found no slot that may be evicted, "
                     f"{failed} since construction; they read zeros and are not trained; {_REMEDY}",
-                    UserWarning,
-                    stacklevel=4,
                 )
 
     def _warn_of_graph(self) -> None:
@@ -123,11 +121,9 @@ class InsertChecks:
             return
         self._warned_of_graph = True
         names = ", ".join(self._group.names[t] for t in self._warning)
-        warnings.warn(
+        warn(
             f"safe_check_mode WARNING of table {names}: no warning comes while a CUDA graph is replayed; the next "
             "lookup outside of it warns, and stats() counts",
-            UserWarning,
-            stacklevel=4,
         )
 
 

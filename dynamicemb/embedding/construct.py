@@ -1,6 +1,5 @@
 """From table options to a group of tables; every option is honoured or refused here."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -31,6 +30,7 @@ from dynamicemb.table.scores import (
     SCORE_STEP,
     SCORE_TIMESTAMP,
 )
+from dynamicemb.warn import warn
 
 _SCORES = {
     DynamicEmbScoreStrategy.TIMESTAMP: SCORE_TIMESTAMP,
@@ -229,7 +229,7 @@ def build_group(
     for name, option in zip(names, options, strict=True):
         for field, reason in _idle_options(option, device).items():
             value = getattr(option, field)
-            warnings.warn(f"table {name!r}: {field}={value!r} has no effect: {reason}", UserWarning, stacklevel=3)
+            warn(f"table {name!r}: {field}={value!r} has no effect: {reason}")
     strategies = tuple(_score(option) for option in options)
     capacities = [num * bucket for num, _, bucket in layouts]
     max_capacities = [None if num is None else num * bucket for _, num, bucket in layouts]
@@ -354,10 +354,8 @@ def check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_chec
     if prefetch_pipeline:
         raise ValueError("prefetch_pipeline=True is not available in this version; use False")
     if enforce_hbm:
-        warnings.warn("enforce_hbm has no effect: rows are not cached; leave it False", UserWarning, stacklevel=4)
+        warn("enforce_hbm has no effect: rows are not cached; leave it False")
     if bounds_check_mode is not None:
-        warnings.warn(
+        warn(
             "bounds_check_mode has no effect: every id is legal and offsets are always checked; leave it None",
-            UserWarning,
-            stacklevel=4,
         )

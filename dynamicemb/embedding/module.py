@@ -1,6 +1,5 @@
 """``BatchedDynamicEmbeddingTablesV2``: lookups with autograd and a fused optimizer over a group of dynamic tables."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral
@@ -34,6 +33,7 @@ from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
+from dynamicemb.warn import warn
 
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -405,11 +405,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             table = self._table(name)
             before = self._group.get_score(table)
             if value < before and warning_for_cstm_score():
-                warnings.warn(
+                warn(
                     f"score of table {name!r} decreases from {before} to {value}: ids touched from now on are evicted "
                     "before older ones; set DYNAMICEMB_CSTM_SCORE_CHECK=0 if that is intended",
-                    UserWarning,
-                    stacklevel=2,
                 )
             self._group.set_score(table, int(value))
             self._unscored.discard(name)

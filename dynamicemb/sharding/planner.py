@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import pickle
-import warnings
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from dynamicemb.sharding.constraints import (
 from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
 from dynamicemb.sharding.table_sizes import TableMemory, slots_on_rank, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import make_topology
+from dynamicemb.warn import warn
 
 logger = logging.getLogger(__name__)
 
@@ -99,19 +99,15 @@ class DynamicEmbeddingShardingPlanner:
                     configs[name], constraint.dynamicemb_options, self._topology.world_size
                 )
             elif has_idle_options(constraint):
-                warnings.warn(
+                warn(
                     f"table {name!r} is static and ignores dynamicemb_options; set use_dynamicemb=True",
-                    UserWarning,
-                    stacklevel=2,
                 )
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
         elif not isinstance(enumerator, DynamicEmbeddingEnumerator) and self._options:
-            warnings.warn(
+            warn(
                 f"enumerator is a {type(enumerator).__name__}: the plan counts dynamic tables as dense ones; "
                 "pass a DynamicEmbeddingEnumerator or None",
-                UserWarning,
-                stacklevel=2,
             )
         self._enumerator = enumerator
         self._planner = EmbeddingShardingPlanner(
@@ -277,24 +273,20 @@ def _check_constraint(name: str, constraint: DynamicEmbParameterConstraints) -> 
     }
     given = [f"{key}={value}" for key, value in idle.items() if value is not None]
     if given:
-        warnings.warn(f"dynamic table {name!r} ignores {', '.join(given)}; leave it None", UserWarning, stacklevel=3)
+        warn(f"dynamic table {name!r} ignores {', '.join(given)}; leave it None")
 
 
 def _warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: DynamicEmbTableOptions) -> None:
     """Warn about capacities that the embedding config overrules."""
     if given.max_capacity not in (None, planned.max_capacity):
-        warnings.warn(
+        warn(
             f"max_capacity={given.max_capacity} of dynamic table {name!r} has no effect: num_embeddings makes it "
             f"{planned.max_capacity} on each rank; leave max_capacity None and set num_embeddings",
-            UserWarning,
-            stacklevel=3,
         )
     if given.init_capacity is not None and planned.max_capacity and given.init_capacity > planned.max_capacity:
-        warnings.warn(
+        warn(
             f"init_capacity={given.init_capacity} of dynamic table {name!r} is lowered to {planned.max_capacity}, the "
             "most rows that num_embeddings allows on each rank; lower init_capacity",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -1,6 +1,5 @@
 """What both sharded collections share: static tables stay TorchRec's business, dynamic ones are kept out of it."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,6 +22,7 @@ from dynamicemb.sharding.empty_batch import pad_empty_batch
 from dynamicemb.sharding.kernels import DynamicKernel
 from dynamicemb.sharding.refused_batch import Refusal, empty_batch
 from dynamicemb.sharding.torchrec_compat import forget_first_batch
+from dynamicemb.warn import warn
 
 
 class WithDynamicTables(RowsInStateDict):
@@ -201,9 +201,7 @@ class WithDynamicTables(RowsInStateDict):
                 found.append(name)
         # The constructor loads the unsharded module, whose dynamic tables are placeholders.
         if found and self.__dict__.get("_is_built"):
-            warnings.warn(
+            warn(
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows are other entries; "
                 "import dense rows with insert() of dynamic_embedding_modules",
-                UserWarning,
-                stacklevel=4,
             )
