@@ -291,14 +291,14 @@ def test_c20_the_copy_takes_what_was_said_and_goes_as_it_is_written(
         for table, copy in zip(tables, copies, strict=True):
             blocks = list(copy.blocks)
             held = copy.holds._ids.nbytes if selected.increment else 0  # type: ignore[attr-defined]
-            arrays = [array for block in blocks for array in (block.keys, block.words, *block.scores)]
+            arrays = [part for block in blocks for part in (block.keys, block.weights, block.state, *block.scores)]
             assert sum(array.untyped_storage().nbytes() for array in arrays) + held == num_copied_bytes(table, selected)
             assert sum(block.keys.numel() for block in blocks) == copy.num_rows == (2 if selected.increment else 40)
     (copy, _) = copied(tables, [Selected(True, False)] * 2)
     seen = []
     for block in copy.blocks:
-        assert [number for number, words in enumerate(seen) if words() is not None] == []
-        seen.append(weakref.ref(block.words))
+        assert [number for number, part in enumerate(seen) if part() is not None] == []
+        seen += [weakref.ref(block.weights), weakref.ref(block.state)]
         del block
     assert len(seen) > 4
     wanted = sum(num_copied_bytes(table, Selected(True, False)) for table in tables)
@@ -324,7 +324,7 @@ def test_c20_a_dump_that_failed_holds_no_rows(monkeypatch: pytest.MonkeyPatch) -
         copies = copied(*args)
         for copy in copies:
             blocks = list(copy.blocks)
-            held.extend(weakref.ref(block.words) for block in blocks)
+            held.extend(weakref.ref(part) for block in blocks for part in (block.weights, block.state))
             copy.blocks = contents.drained(blocks)
         return copies
 
@@ -335,7 +335,7 @@ def test_c20_a_dump_that_failed_holds_no_rows(monkeypatch: pytest.MonkeyPatch) -
     handle = dump_in_background(module, disk)
     with pytest.raises(OSError):
         handle.wait()
-    assert len(held) > 20 and [words for words in held if words() is not None] == []
+    assert len(held) > 20 and [part for part in held if part() is not None] == []
 
 
 def test_c12_a_counter_of_the_user_is_asked_at_the_call() -> None:

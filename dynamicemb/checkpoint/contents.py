@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 # Rows are read in blocks of at most so many bytes, so that a dump needs little memory beside the table.
 _BLOCK_BYTES = 2**24
-# Of a copy: more than malloc keeps for itself, so that a block's memory goes back as soon as it is written.
-_COPY_BLOCK_BYTES = 2**26
+# Of a copy: also a third of it, as Adam's weights are, is more than malloc keeps for itself, so that the memory of a
+# block goes back as soon as it is written.
+_COPY_BLOCK_BYTES = 2**27
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,21 @@ class Block:
     Attributes:
         keys: i64 ``[M]``.
         scores: as ``TableGroup.scores`` returns them, each i64 ``[M]``.
-        words: the bytes of the rows as they are in the table, as f32 ``[M, W]``; without the state where it is not
-            dumped.
+        weights: the bytes of the weights as they are in the table, as f32 ``[M, W]``.
+        state: f32 ``[M, num_state]``, or ``[M, 0]`` where it is not dumped.
     """
 
     keys: torch.Tensor
     scores: list[torch.Tensor]
-    words: torch.Tensor
+    weights: torch.Tensor
+    state: torch.Tensor
 
     def parts(self) -> Iterator["Block"]:
         """Yield the rows in blocks of at most ``_BLOCK_BYTES``."""
-        size = max(1, _BLOCK_BYTES // (4 * max(1, self.words.shape[1])))
-        columns = [self.keys, self.words, *self.scores]
-        for keys, words, *scores in zip(*(column.split(size) for column in columns), strict=True):
-            yield Block(keys, scores, words)
+        size = max(1, _BLOCK_BYTES // (4 * (self.weights.shape[1] + self.state.shape[1])))
+        columns = [self.keys, self.weights, self.state, *self.scores]
+        for keys, weights, state, *scores in zip(*(column.split(size) for column in columns), strict=True):
+            yield Block(keys, scores, weights, state)
 
 
 @dataclass
@@ -201,23 +203,21 @@ def _num_touched(table: Table, first_step: int) -> int:
 def _blocks(table: Table, selected: Selected, block_bytes: int) -> Iterator[Block]:
     group, t = table.group, table.index
     index, rows = group.index, _as_words(group.store)
-    width = _num_words(table, selected.state)
-    for part in slot_ranges(index, t, max(1, block_bytes // (4 * rows.formats[t].dim))):
+    row_format = rows.formats[t]
+    for part in slot_ranges(index, t, max(1, block_bytes // (4 * (row_format.dim + row_format.num_state)))):
         slots = touched_slots(index, group.steps, t, part, selected.first_step)
         if not slots.numel():
             continue
-        words = group.kernels.read_rows(rows, t, index.rows[slots])[0]
-        if words.shape[1] > width:
-            # Not ``contiguous()``, which leaves one row as it is, with the memory of all of it.
-            words = words[:, :width].clone(memory_format=torch.contiguous_format)
+        weights, state = group.kernels.read_rows(rows, t, index.rows[slots])
+        if not selected.state:
+            state = weights.new_empty(slots.numel(), 0)
         scores = [column.cpu() for column in group.scores(t, slots)]
-        yield Block(index.keys[slots].cpu(), scores, words.cpu())
+        yield Block(index.keys[slots].cpu(), scores, weights.cpu(), state.cpu())
 
 
 def _as_words(store: RowStore) -> RowStore:
-    """Return the same rows as 4-byte words: with state and padding, copied as they are."""
-    # A row is a multiple of 16 bytes, so as many words are as long.
-    formats = [RowFormat(row_format.num_bytes(store.dtype) // 4, 0) for row_format in store.formats]
+    """Return the same rows with weights as 4-byte words, copied as they are."""
+    formats = [RowFormat(f.state_offset(store.dtype) // 4, f.num_state) for f in store.formats]
     return RowStore.attach(store.chunks, formats, torch.float32, store.chunk_shift, store.chunk_tables)
 
 
@@ -307,13 +307,11 @@ def to_file(table: Table, block: Block, clock: int, time_shift: int) -> dict[str
         clock: from which ages count, in the time of the chain.
         time_shift: by how much times in memory are later.
     """
-    dtype = table.module.embedding_dtype
-    begin = table.row_format.state_offset(dtype) // 4
     batch = {
         KEYS: block.keys,
-        VALUES: block.words.view(dtype)[:, : table.dim].float(),
+        VALUES: block.weights.view(table.module.embedding_dtype)[:, : table.dim].float(),
         SCORES: _scores_to_file(table, block.scores, clock, time_shift),
-        OPT_VALUES: block.words[:, begin : begin + table.num_state],
+        OPT_VALUES: block.state,
     }
     return {item: np.ascontiguousarray(values.numpy()) for item, values in batch.items()}
 

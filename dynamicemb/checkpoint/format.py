@@ -4,10 +4,10 @@ import json
 import re
 import types
 import typing
-import zlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from dynamicemb.checkpoint.checksum import crc32
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 
 FORMAT_VERSION = 1
@@ -215,7 +215,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the contents of the file: the manifest as JSON, and its CRC."""
         body = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
-        return b'{"crc32": "%08x",\n"manifest": %s}\n' % (zlib.crc32(body), body)
+        return b'{"crc32": "%08x",\n"manifest": %s}\n' % (crc32(body), body)
 
     @staticmethod
     def is_one(data: bytes) -> bool:
@@ -237,8 +237,8 @@ class Manifest:
         match = _ENVELOPE.fullmatch(data)
         if match is None:
             raise CheckpointCorruptError(path, "a manifest with its checksum", f"{len(data)} bytes of something else")
-        if zlib.crc32(match[2]) != int(match[1], 16):
-            raise CheckpointCorruptError(path, f"CRC {match[1].decode()}", f"{zlib.crc32(match[2]):08x}")
+        if crc32(match[2]) != int(match[1], 16):
+            raise CheckpointCorruptError(path, f"CRC {match[1].decode()}", f"{crc32(match[2]):08x}")
         values = json.loads(match[2])
         version = values.get("format_version") if isinstance(values, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:

@@ -2,11 +2,11 @@
 
 import json
 import warnings
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dynamicemb.checkpoint.checksum import crc32
 from dynamicemb.checkpoint.described import DescribedTable
 from dynamicemb.checkpoint.format import (
     COUNTER_FREQUENCIES,
@@ -271,7 +271,7 @@ def checksum(path: str, size: int, disk: FileSystem) -> int:
             number = disk.read(file, buffer[: size - offset], offset)
             if number == 0:
                 raise CheckpointCorruptError(path, f"{size} bytes", f"{offset} bytes")
-            crc = zlib.crc32(buffer[:number], crc)
+            crc = crc32(buffer[:number], crc)
             offset += number
     finally:
         disk.close(file)

@@ -2,11 +2,11 @@
 
 import queue
 import threading
-import zlib
 from collections.abc import Callable
 
 import numpy as np
 
+from dynamicemb.checkpoint.checksum import crc32
 from dynamicemb.checkpoint.format import FileEntry
 from dynamicemb.checkpoint.io import FileSystem, join
 
@@ -107,7 +107,7 @@ class FileWriter:
         else:
             self._behind.write(self._file, data)
         self._size += len(data)
-        self._crc = zlib.crc32(data, self._crc)
+        self._crc = crc32(data, self._crc)
 
     def finish(self) -> FileEntry:
         """Wait until the file is on the disk."""

@@ -1,6 +1,5 @@
 """The writing of a dump by one rank: files, manifest, place."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from functools import partial
 
 import torch
 
+from dynamicemb.checkpoint.checksum import crc32
 from dynamicemb.checkpoint.contents import Contents, to_file
 from dynamicemb.checkpoint.format import (
     COUNTER_FREQUENCIES,
@@ -73,7 +73,7 @@ class Writing:
                 if self.ranks.rank == 0:
                     path = inside(table.folder, meta_file(table.name))
                     self.target.write_file(path, meta)
-                    part.files[path] = FileEntry(len(meta), zlib.crc32(meta))
+                    part.files[path] = FileEntry(len(meta), crc32(meta))
         return part
 
     def _write_table(self, contents: Contents, part: RankPart, behind: WriteBehind) -> TableEntry:
