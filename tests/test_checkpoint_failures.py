@@ -2,12 +2,7 @@
 
 import errno
 import json
-import os
 import random
-import re
-import signal
-import subprocess
-import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -486,62 +481,3 @@ def test_c21_the_previous_dump_is_found_where_folders_cannot_be_exchanged(
     assert rows(scratch) == rows(old)
     with pytest.raises(FileNotFoundError, match="there is no dump"):
         scratch.load(tmp_path / "nowhere")
-
-
-_CHILD = """
-import os, signal, sys, warnings
-warnings.simplefilter("ignore")
-from dynamicemb.checkpoint.io import FileSystem
-from tests.checkpoints import trained
-from tests.test_checkpoint_failures import dump
-
-class Mortal(FileSystem):
-    count = 0
-
-def mortal(name):
-    def call(self, *args):
-        Mortal.count += 1
-        if Mortal.count == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return getattr(FileSystem, name)(self, *args)
-    return call
-
-for name in [n for n in vars(FileSystem) if not n.startswith("_")]:
-    setattr(Mortal, name, mortal(name))
-dump(trained(num_steps=2, seed=2, num_tables=1), Mortal(), sys.argv[1])
-print(Mortal.count)
-"""
-
-
-def run_child(place: Path, number: int) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", _CHILD, str(place), str(number)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_c21_a_process_killed_during_a_dump_leaves_the_one_before(
-    tmp_path: Path,
-    old: BatchedDynamicEmbeddingTablesV2,
-    new: BatchedDynamicEmbeddingTablesV2,
-    scratch: BatchedDynamicEmbeddingTablesV2,
-) -> None:
-    place = tmp_path / "dump"
-    dump(old, DISK, str(place))
-    done = run_child(place, -1)
-    assert done.returncode == 0, done.stderr
-    total = int(re.findall(r"\d+", done.stdout)[-1])
-    seen = set()
-    # All points take minutes; the disk in memory has them all. Here one before the exchange and one behind it.
-    for number in [total // 2, total - 4]:
-        dump(old, DISK, str(place))
-        done = run_child(place, number)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        load(scratch, DISK, str(place))
-        assert rows(scratch) in (rows(old), rows(new))
-        seen.add(rows(scratch) == rows(new))
-        dump(new, DISK, str(place))
-        load(scratch, DISK, str(place))
-        assert rows(scratch) == rows(new)
-        assert [path.name for path in tmp_path.iterdir()] == ["dump"]
-    assert seen == {True, False}
