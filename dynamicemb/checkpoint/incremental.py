@@ -1,5 +1,6 @@
 """Rows that changed since a score, as tensors: ``incremental_dump``, and the scores of a whole model."""
 
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -45,8 +46,8 @@ def incremental_dump(
     """
     if not is_valid_score_threshold(score_threshold):
         raise ValueError(
-            f"score_threshold must be an int >= 0, or map collection paths to tables to ints, got {score_threshold!r}; "
-            "a module on its own takes {table: int}"
+            "score_threshold must be an int >= 0, or map collection paths to tables to ints, got "
+            f"{reprlib.repr(score_threshold)}; a module on its own takes {{table: int}}"
         )
     collections = _collections(model)
     if collections is None:

@@ -261,7 +261,7 @@ def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Rank
         if report.num_lost and ranks.rank == 0:
             warnings.warn(
                 f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
-                "the lowest scores; raise max_capacity to keep them",
+                "the lowest scores; raise max_capacity (with a planner num_embeddings) to keep them",
                 UserWarning,
                 stacklevel=4,
             )
