@@ -113,7 +113,7 @@ class OpenedDump:
             there = sorted(inside(*pair) for pair in self.stored_table_names(disk))
             lacking = f"dump {self.path!r} holds no table {inside(folder, table.name)!r}, it holds"
             if not there:
-                raise DynamicEmbError(f"{lacking} none; give the folder that DynamicEmbDump wrote, not the one around it")
+                raise DynamicEmbError(f"{lacking} none; give the folder that DynamicEmbDump wrote, not one around it")
             raise DynamicEmbError(
                 f"{lacking} {there}; paths of collections and names of tables must be those of the dump; name the "
                 "tables to load in table_names, or load another dump"
