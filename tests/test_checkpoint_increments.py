@@ -206,7 +206,7 @@ def test_c26_gaps_repeats_wrong_orders_and_wrong_bases_are_errors_that_name_both
     train(copy, 5)
     before = records(copy, "a")
     for chain, names in (
-        ([first], ("first", "none")),
+        ([first], ("first", "missing")),
         ([base, second], ("second", "base")),
         ([base, first, first], ("first", "first")),
         ([base, second, first], ("second", "base")),

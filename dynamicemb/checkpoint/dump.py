@@ -41,18 +41,21 @@ def DynamicEmbDump(
     """Write the dynamic tables of a model into a folder; a collective on the ranks of ``pg``.
 
     The folder appears, or takes the place of the dump before, only when everything is on the disk. Call it between two
-    steps.
+    steps, on all ranks and with the same arguments: where one does not call, the others wait. A model without dynamic
+    tables gives a warning, and no folder.
 
     Args:
-        path: the folder, on a file system that all ranks share.
+        path: the folder, on a file system that all ranks share, and not inside another dump. A URL is not understood.
         model: the model; its collections become sub-folders named by their path, ``model.a.b``.
-        table_names: tables to write, per collection path; all of a collection that is not named.
-        optim: whether to write optimizer state.
+        table_names: tables to write, per collection path, as in ``{"model.ebc": ["user"]}``; all of a collection that
+            is not named.
+        optim: whether to write optimizer state, which a load with ``optim=True`` wants.
         counter: whether to write admission counters; an increment has all of them.
         pg: the ranks over which the tables are sharded; None is all.
         allow_overwrite: whether a dump may be replaced that is there already.
         base: the full dump, or the list of it and its increments so far, that these tables were dumped to or loaded
-            from last: only what changed since is written, and which ids are gone. Load it with the list of all.
+            from last: only what changed since is written, and which ids are gone. Load it with the list of all. None,
+            or an empty list: a full dump.
         blocking: whether to return when everything is on the disk. False copies the rows to host memory, which must
             have room for them, and returns; a thread writes the copy while training goes on.
 

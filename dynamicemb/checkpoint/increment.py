@@ -85,8 +85,9 @@ def marks_of(tables: list[Table], paths: tuple[str, ...]) -> list[Mark]:
         mark = table.group.marks.get(table.index)
         if mark is None:
             raise DynamicEmbError(
-                f"table {table}: base ends with {paths[-1]!r}, but the last dump or load of the table was none; pass "
-                "the whole chain, or write a full dump"
+                f"table {table}: base ends with {paths[-1]!r}, but the last dump or load of the table was none that an "
+                "increment may continue: there was none in this process, or it was a load with merge or fresh_scores, "
+                "without the dump's optimizer state, or of a state_dict; write a full dump"
             )
         marks.append(mark)
     if len({mark.time_shift for mark in marks}) > 1:
@@ -112,7 +113,8 @@ def open_chain(tables: list[Table], marks: list[Mark], paths: tuple[str, ...], o
         if mark.dump_id != chain.ids[-1]:
             raise DynamicEmbError(
                 f"table {table}: base ends with {paths[-1]!r} (dump {chain.ids[-1]}), but the last dump or load of the "
-                f"table was dump {mark.dump_id}; pass the whole chain, or write a full dump"
+                f"table was dump {mark.dump_id}; give a base that ends with that one (python -m dynamicemb.inspect "
+                "prints the id of a dump), or write a full dump"
             )
         stored = [dump.stored(table, disk) for dump in dumps]
         if (stored[-1].num_state >= 0) != optim:

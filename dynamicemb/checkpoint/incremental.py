@@ -1,5 +1,6 @@
 """Rows that changed since a score, as tensors: ``incremental_dump``, and the scores of a whole model."""
 
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -26,14 +27,17 @@ def incremental_dump(
     """Return the ids whose score is at least a threshold, and the thresholds for the next call.
 
     Of a table with a timestamp the time counts, also beside a frequency. A call with the thresholds that the call
-    before returned finds everything touched since.
+    before returned finds everything touched since; of a NO_EVICTION table, whose times touches leave, what was inserted
+    since. Ids that are gone, by eviction, expiry or ``erase``, are not told: the increments of ``DynamicEmbDump`` name
+    them. After a load begin with 0.
 
     Args:
         model: the model.
         score_threshold: for all tables, or per collection path and table; unnamed tables are left out, and names that
             the model does not have warn. For LFU alone it is a frequency, so every id that is frequent enough comes
-            again in each call.
-        pg: ranks that put their rows together, a collective; None is this rank's rows.
+            again in each call. Of a CUSTOMIZED table, what was touched under the same score comes again: ``set_score``
+            a larger one after each call.
+        pg: ranks that put their rows together, a collective, after which each has all; None is this rank's rows.
 
     Returns:
         ``(rows, thresholds)``, both per collection path and table. Rows are ``(ids i64[M], weights [M, D])`` on the
@@ -45,8 +49,8 @@ def incremental_dump(
     """
     if not is_valid_score_threshold(score_threshold):
         raise ValueError(
-            f"score_threshold must be an int >= 0, or map collection paths to tables to ints, got {score_threshold!r}; "
-            "a module on its own takes {table: int}"
+            "score_threshold must be an int >= 0, or map collection paths to tables to ints, got "
+            f"{reprlib.repr(score_threshold)}; a module on its own takes {{table: int}}"
         )
     collections = _collections(model)
     if collections is None:

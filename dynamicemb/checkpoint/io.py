@@ -21,7 +21,7 @@ def as_string(path: AnyPath) -> str:
         TypeError: it is not a path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be a string or a path, got {path!r}")
+        raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
     return str(os.fspath(path))
 
 

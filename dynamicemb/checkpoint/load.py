@@ -77,9 +77,11 @@ def DynamicEmbLoad(
         path: folder of a dump of this package or of the reference implementation; or a list, a full dump and then its
             increments in order.
         model: the model; its collections must have the paths that they had.
-        table_names: tables to load, per collection path; all of a collection that is not named.
-        optim: whether to load optimizer state, step counts and the optimizer's numbers, also the learning rate.
-            Without, rows start with the optimizer's initial state.
+        table_names: tables to load, per collection path, as in ``{"model.ebc": ["user"]}``; all of a collection that is
+            not named.
+        optim: whether to load optimizer state, step counts and the optimizer's numbers, also the learning rate, in the
+            place of those that the model was made with. Without, rows start with the optimizer's initial state, even
+            where the dump has another.
         counter: whether to load admission counters. Without, they are empty after a load, and as they were after one
             with ``merge``.
         pg: the ranks over which the tables are sharded; None is all.
@@ -261,7 +263,7 @@ def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Rank
         if report.num_lost and ranks.rank == 0:
             warnings.warn(
                 f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
-                "the lowest scores; raise max_capacity to keep them",
+                "the lowest scores; raise max_capacity (with a planner num_embeddings) to keep them",
                 UserWarning,
                 stacklevel=4,
             )

@@ -111,9 +111,12 @@ class OpenedDump:
         folder = table.folder or self.folder
         if (folder, table.name) not in self.stored_table_names(disk):
             there = sorted(inside(*pair) for pair in self.stored_table_names(disk))
+            lacking = f"dump {self.path!r} holds no table {inside(folder, table.name)!r}, it holds"
+            if not there:
+                raise DynamicEmbError(f"{lacking} none; give the folder that DynamicEmbDump wrote, not one around it")
             raise DynamicEmbError(
-                f"dump {self.path!r} holds no table {inside(folder, table.name)!r}, it holds {there}; "
-                "name the tables to load in table_names, or load another dump"
+                f"{lacking} {there}; paths of collections and names of tables must be those of the dump; name the "
+                "tables to load in table_names, or load another dump"
             )
         if self.manifest is None:
             return _foreign(join(self.root, folder), table, disk)
@@ -203,13 +206,14 @@ def check_chain(dumps: list[OpenedDump]) -> None:
                 raise DynamicEmbError(f"{dump.path!r} has no {MANIFEST} and cannot be part of a chain; load it alone")
             return
         if manifest.chain != chain:
-            before = (
-                f"{dumps[place - 1].path!r} (dump {chain[-1]}, number {place - 1} of its chain)" if chain else "none"
-            )
+            before = "the dump before it is missing (it is the first of the list)"
+            if chain:
+                before = f"the dump before it is {dumps[place - 1].path!r} (dump {chain[-1]}, number {place - 1} of its"
+                before += " chain)"
             kind = f"number {len(manifest.chain)}" if manifest.kind == INCREMENT else "a full dump"
             after = f"dump {manifest.chain[-1]}" if manifest.chain else "nothing"
             raise DynamicEmbError(
-                f"chain: {dump.path!r} is {kind} and continues {after}, but the dump before it is {before}; give the "
+                f"chain: {dump.path!r} is {kind} and continues {after}, but {before}; give the "
                 "base and all of its increments, in the order in which they were written"
             )
         chain = [*chain, manifest.dump_id]
@@ -251,7 +255,7 @@ def check_crc(path: str, entry: FileEntry, disk: FileSystem) -> None:
     """
     size = disk.size(path)
     if size != entry.size:
-        raise CheckpointCorruptError(path, f"{entry.size} bytes", f"{size} bytes" if size >= 0 else "nothing")
+        raise CheckpointCorruptError(path, f"{entry.size} bytes", f"{size} bytes" if size >= 0 else "no file")
     crc = checksum(path, size, disk)
     if crc != entry.crc32:
         raise CheckpointCorruptError(path, f"CRC {entry.crc32:08x}", f"{crc:08x}")
@@ -292,7 +296,7 @@ def wrong_files(dump: OpenedDump, disk: FileSystem) -> Iterator[CheckpointCorrup
     for path, entry in manifest.files.items():
         size = disk.size(join(root, path))
         if size != entry.size:
-            got = f"{size} bytes" if size >= 0 else "nothing"
+            got = f"{size} bytes" if size >= 0 else "no file"
             yield CheckpointCorruptError(join(root, path), f"{entry.size} bytes", got)
 
 
@@ -307,7 +311,7 @@ def _foreign(folder: str, table: DescribedTable, disk: FileSystem) -> Stored:
     written = {file.rank for file in files if file.item == KEYS}
     if len(written) != world_size:
         rank = next(rank for rank in range(world_size) if rank not in written)
-        raise CheckpointCorruptError(join(folder, rank_file(table.name, KEYS, rank, world_size)), "a file", "nothing")
+        raise CheckpointCorruptError(join(folder, rank_file(table.name, KEYS, rank, world_size)), "a file", "none")
     if any(file.item == TOMBSTONES for file in files):
         path = join(folder, rank_file(table.name, TOMBSTONES, 0, world_size))
         raise CheckpointCorruptError(path, f"a {MANIFEST} beside an increment", "none")
@@ -329,7 +333,8 @@ def _foreign(folder: str, table: DescribedTable, disk: FileSystem) -> Stored:
             if size != counts[rank] * width:
                 path = join(folder, rank_file(table.name, item, rank, world_size))
                 wanted = f"{max(0, counts[rank]) * width} bytes for {max(0, counts[rank])} rows"
-                raise CheckpointCorruptError(path, wanted, f"{size} bytes" if size >= 0 else "nothing")
+                wanted += f" of dim {table.dim}" if item == VALUES else ""
+                raise CheckpointCorruptError(path, wanted, f"{size} bytes" if size >= 0 else "no file")
     return Stored(
         folder, table.name, world_size, counts, widths[SCORES] // 8 if max(sizes[SCORES]) >= 0 else 0,
         widths[OPT_VALUES] // 4 if max(sizes[OPT_VALUES]) >= 0 else -1, meta, None, 0, {},
@@ -348,10 +353,10 @@ def _foreign_counts(folder: str, name: str, world_size: int, disk: FileSystem) -
     for rank, (keys, counts) in enumerate(zip(*sizes.values(), strict=True)):
         if keys < 0 or keys % 8:
             path = join(folder, rank_file(name, COUNTER_KEYS, rank, world_size))
-            raise CheckpointCorruptError(path, "ids of 8 bytes", f"{keys} bytes" if keys >= 0 else "nothing")
+            raise CheckpointCorruptError(path, "ids of 8 bytes", f"{keys} bytes" if keys >= 0 else "no file")
         if counts != keys:
             path = join(folder, rank_file(name, COUNTER_FREQUENCIES, rank, world_size))
-            raise CheckpointCorruptError(path, f"{keys} bytes", f"{counts} bytes" if counts >= 0 else "nothing")
+            raise CheckpointCorruptError(path, f"{keys} bytes", f"{counts} bytes" if counts >= 0 else "no file")
     return [size // 8 for size in sizes[COUNTER_KEYS]]
 
 

@@ -59,7 +59,7 @@ class Target:
         if present and not allow_overwrite:
             raise FileExistsError(
                 f"path {self.path!r} is not empty ({len(present)} entries); dump into a new folder, or pass "
-                "allow_overwrite=True"
+                "allow_overwrite=True to replace a dump"
             )
         if present:
             self._files_to_remove(self.path)
