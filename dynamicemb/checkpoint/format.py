@@ -95,6 +95,11 @@ def is_ours(name: str) -> bool:
     return name == MANIFEST or name.endswith(_META_SUFFIX) or parse_rank_file(name) is not None
 
 
+def is_collection(name: str) -> bool:
+    """Return whether a folder of a dump may have this name: the path of a collection, from ``model`` on."""
+    return name.split(".", 1)[0] == "model"
+
+
 def check_table_name(name: str) -> None:
     """Refuse a table name that cannot begin a file name.
 
