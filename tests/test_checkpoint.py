@@ -19,7 +19,7 @@ from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.index import NOW, SEEN
 from dynamicemb.table.layout import fmix64, locate
 from tests.checkpoints import Records, load_quietly, records, shift_between, train, trained, without_scores
-from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options
+from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options, poison
 from tests.tables import device_of, use_backend
 from tests.test_layers import FILE_CALLS, FILE_MODULES, ROOT, dotted, imported_modules
 
@@ -279,6 +279,29 @@ def test_c25_a_dump_without_state_warns_where_state_is_wanted(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="no optimizer state"):
         module.load(tmp_path / "d", optim=True)
     assert {state for _, state, _ in records(module, "a").values()} == {bytes(40)}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_c09_rows_of_a_table_that_only_evaluates_begin_with_the_initial_state(tmp_path: Path, chained: bool) -> None:
+    serving = make_module([options(training=False)], optimizer="adam")
+    serving.insert("a", torch.arange(5), torch.ones(5, 4))
+    # Its file of optimizer state is there, and has no values.
+    serving.dump(tmp_path / "0", optim=True)
+    chain = [tmp_path / "0"]
+    if chained:
+        serving.insert("a", torch.arange(3), torch.zeros(3, 4))
+        chain.append(tmp_path / "1")
+        serving.dump(chain[1], optim=True, base=chain[0])
+    module = make_module([options()], optimizer="adam")
+    poison(module)
+    with pytest.warns(UserWarning, match="no optimizer state; rows begin with the initial state of adam"):
+        module.load(chain, optim=True)
+    assert {state for _, state, _ in records(module, "a").values()} == {bytes(32)}
+    module(*bag_per_id([1])).sum().backward()
+    module.dump(tmp_path / "2", optim=True, base=chain)
+    copy = make_module([options()], optimizer="adam")
+    copy.load([*chain, tmp_path / "2"], optim=True)
+    assert without_scores(records(copy, "a")) == without_scores(records(module, "a"))
 
 
 @pytest.mark.parametrize(
