@@ -466,11 +466,29 @@ def test_c27_wrong_names_are_errors_and_nothing_to_dump_is_warned_about(tmp_path
     slash = make_module([options()], table_names=["a/b"])
     with pytest.raises(ValueError, match="'a/b' cannot begin a file name"):
         slash.dump(tmp_path / "d")
+    with pytest.raises(ValueError, match="collection 'model.x/y' cannot name a folder"):
+        DynamicEmbDump(tmp_path / "d", torch.nn.ModuleDict({"x/y": module}))
     with pytest.warns(UserWarning, match="counter=True has no effect"):
         module.dump(tmp_path / "d", counter=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module.load(tmp_path / "d")
+
+
+def test_c27_a_selection_of_no_tables_is_warned_about(tmp_path: Path) -> None:
+    module = trained(num_tables=1)
+    module.dump(tmp_path / "d")
+    before = records(module, "a")
+    calls = (
+        lambda: module.dump(tmp_path / "e", table_names=[]),
+        lambda: module.load(tmp_path / "d", table_names=[]),
+        lambda: DynamicEmbDump(tmp_path / "e", module, {"model": []}),
+        lambda: DynamicEmbLoad(tmp_path / "d", module, {"model": []}),
+    )
+    for call in calls:
+        with pytest.warns(UserWarning, match=r"\[\].* names no table: nothing is dumped or loaded"):
+            assert not call()
+    assert not (tmp_path / "e").exists() and records(module, "a") == before
 
 
 def test_names_of_files_are_those_of_the_reference() -> None:
