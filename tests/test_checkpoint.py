@@ -19,7 +19,7 @@ from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.index import NOW, SEEN
 from dynamicemb.table.layout import fmix64, locate
 from tests.checkpoints import Records, load_quietly, records, shift_between, train, trained, without_scores
-from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options
+from tests.lookups import EXTREME, OPTIMIZERS, bag_per_id, make_module, options, poison
 from tests.tables import device_of, use_backend
 from tests.test_layers import FILE_CALLS, FILE_MODULES, ROOT, dotted, imported_modules
 
@@ -281,6 +281,29 @@ def test_c25_a_dump_without_state_warns_where_state_is_wanted(tmp_path: Path) ->
     assert {state for _, state, _ in records(module, "a").values()} == {bytes(40)}
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_c09_rows_of_a_table_that_only_evaluates_begin_with_the_initial_state(tmp_path: Path, chained: bool) -> None:
+    serving = make_module([options(training=False)], optimizer="adam")
+    serving.insert("a", torch.arange(5), torch.ones(5, 4))
+    # Its file of optimizer state is there, and has no values.
+    serving.dump(tmp_path / "0", optim=True)
+    chain = [tmp_path / "0"]
+    if chained:
+        serving.insert("a", torch.arange(3), torch.zeros(3, 4))
+        chain.append(tmp_path / "1")
+        serving.dump(chain[1], optim=True, base=chain[0])
+    module = make_module([options()], optimizer="adam")
+    poison(module)
+    with pytest.warns(UserWarning, match="no optimizer state; rows begin with the initial state of adam"):
+        module.load(chain, optim=True)
+    assert {state for _, state, _ in records(module, "a").values()} == {bytes(32)}
+    module(*bag_per_id([1])).sum().backward()
+    module.dump(tmp_path / "2", optim=True, base=chain)
+    copy = make_module([options()], optimizer="adam")
+    copy.load([*chain, tmp_path / "2"], optim=True)
+    assert without_scores(records(copy, "a")) == without_scores(records(module, "a"))
+
+
 @pytest.mark.parametrize(
     ("other", "arguments", "message"),
     [
@@ -443,11 +466,29 @@ def test_c27_wrong_names_are_errors_and_nothing_to_dump_is_warned_about(tmp_path
     slash = make_module([options()], table_names=["a/b"])
     with pytest.raises(ValueError, match="'a/b' cannot begin a file name"):
         slash.dump(tmp_path / "d")
+    with pytest.raises(ValueError, match="collection 'model.x/y' cannot name a folder"):
+        DynamicEmbDump(tmp_path / "d", torch.nn.ModuleDict({"x/y": module}))
     with pytest.warns(UserWarning, match="counter=True has no effect"):
         module.dump(tmp_path / "d", counter=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module.load(tmp_path / "d")
+
+
+def test_c27_a_selection_of_no_tables_is_warned_about(tmp_path: Path) -> None:
+    module = trained(num_tables=1)
+    module.dump(tmp_path / "d")
+    before = records(module, "a")
+    calls = (
+        lambda: module.dump(tmp_path / "e", table_names=[]),
+        lambda: module.load(tmp_path / "d", table_names=[]),
+        lambda: DynamicEmbDump(tmp_path / "e", module, {"model": []}),
+        lambda: DynamicEmbLoad(tmp_path / "d", module, {"model": []}),
+    )
+    for call in calls:
+        with pytest.warns(UserWarning, match=r"\[\].* names no table: nothing is dumped or loaded"):
+            assert not call()
+    assert not (tmp_path / "e").exists() and records(module, "a") == before
 
 
 def test_names_of_files_are_those_of_the_reference() -> None:

@@ -442,12 +442,12 @@ def test_c21_a_folder_with_other_files_is_refused_and_left_alone(
     (place / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match=r"not empty \(1 entries\).*allow_overwrite"):
         new.dump(place)
-    with pytest.raises(FileExistsError, match="'thesis.tex', which is not part of a dump"):
+    with pytest.raises(FileExistsError, match="'thesis.tex', which is no part of a dump"):
         new.dump(place, allow_overwrite=True)
     (place / "thesis.tex").unlink()
     (place / "model").mkdir()
     (place / "model" / "notes").mkdir()
-    with pytest.raises(FileExistsError, match="'model/notes', which is not part of a dump"):
+    with pytest.raises(FileExistsError, match="'model/notes', which is no part of a dump"):
         new.dump(place, allow_overwrite=True)
     (place / "model" / "notes").rmdir()
     new.dump(place, allow_overwrite=True)

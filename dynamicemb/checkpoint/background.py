@@ -4,7 +4,9 @@ import atexit
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from dynamicemb.checkpoint.io import FileSystem, parent_of
 
 
 class DumpHandle:
@@ -13,14 +15,16 @@ class DumpHandle:
     A process has one at a time: the next dump waits for it. Interpreter exit does, too.
     """
 
-    def __init__(self, path: str, num_rows: int) -> None:
+    def __init__(self, path: str, disk: FileSystem, num_rows: int) -> None:
         """Describe the dump, which ``start`` starts.
 
         Args:
-            path: its place.
+            path: its place, absolute and behind links.
+            disk: the file system.
             num_rows: how many rows this rank will write.
         """
         self._path = path
+        self._disk = disk
         self._num_rows = num_rows
         self._num_written = 0
         self._error: BaseException | None = None
@@ -79,11 +83,12 @@ class DumpHandle:
 _latest: DumpHandle | None = None
 
 
-def start(path: str, num_rows: int, work: Callable[[Callable[[int], None]], None]) -> DumpHandle:
+def start(path: str, disk: FileSystem, num_rows: int, work: Callable[[Callable[[int], None]], None]) -> DumpHandle:
     """Do the work of a dump in a thread; no other one may be going on.
 
     Args:
-        path: of the dump.
+        path: of the dump, absolute and behind links.
+        disk: the file system.
         num_rows: how many rows it will write.
         work: is given a function that counts rows.
 
@@ -94,7 +99,7 @@ def start(path: str, num_rows: int, work: Callable[[Callable[[int], None]], None
         RuntimeError: there are no more threads.
     """
     global _latest
-    handle = DumpHandle(path, num_rows)
+    handle = DumpHandle(path, disk, num_rows)
     # Not a daemon: the interpreter waits for it before it exits.
     threading.Thread(target=handle._run, args=(work,), name="dynamicemb dump").start()
     _latest = handle
@@ -110,6 +115,22 @@ def settle() -> None:
         handle._tell()
         if _latest is handle:
             _latest = None
+
+
+def settle_at(paths: Iterable[str], disk: FileSystem) -> None:
+    """Wait for the dump that is going on in the background if it is at one of some places, or one is in it.
+
+    Raises:
+        Exception: what the dump raised, unless somebody has heard of it.
+    """
+    handle = _latest
+    if handle is None or handle._disk is not disk:
+        return
+    places = [disk.real_path(path) for path in paths]
+    if handle._path in (*places, *map(parent_of, places)):
+        handle._finished.wait()
+        if not handle._told:
+            handle.wait()
 
 
 # Runs after the interpreter has waited for all threads.

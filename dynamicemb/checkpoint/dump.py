@@ -6,7 +6,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -101,11 +101,18 @@ def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: F
     if any(ranks.gather(bool(tables))):
         ranks.each(lambda: _check(tables, request, ranks))
         marks = ranks.each(lambda: marks_of(tables, request.base))
-        dump = _dump_of(request, tables, marks, ranks, disk)
         if not request.blocking:
-            return _write_in_background(dump)
-        _write_now(dump)
-    return None if request.blocking else start(request.path, 0, lambda advance: None)
+            # The thread must not ask what the working folder, or a link, is by then.
+            request = ranks.each(lambda: _resolved(request, disk))
+            return _write_in_background(_dump_of(request, tables, marks, ranks, disk))
+        _write_now(_dump_of(request, tables, marks, ranks, disk))
+    return None if request.blocking else start(request.path, disk, 0, lambda advance: None)
+
+
+def _resolved(request: DumpRequest, disk: FileSystem) -> DumpRequest:
+    """Return a request with absolute paths behind links."""
+    base = tuple(map(disk.real_path, request.base))
+    return replace(request, path=disk.real_path(request.path), base=base)
 
 
 def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
@@ -248,7 +255,7 @@ def _write_in_background(dump: _Dump) -> DumpHandle:
                 copy.close()
 
     try:
-        handle = dump.ranks.each(lambda: start(dump.request.path, num_rows, work))
+        handle = dump.ranks.each(lambda: start(dump.request.path, dump.disk, num_rows, work))
         all_started = True
         return handle
     except BaseException:

@@ -95,6 +95,23 @@ def is_ours(name: str) -> bool:
     return name == MANIFEST or name.endswith(_META_SUFFIX) or parse_rank_file(name) is not None
 
 
+def is_collection(name: str) -> bool:
+    """Return whether a folder of a dump may have this name: the path of a collection, from ``model`` on."""
+    return name.split(".", 1)[0] == "model"
+
+
+def check_folder(name: str) -> None:
+    """Refuse the path of a collection that cannot be a folder's name; it may be empty.
+
+    Raises:
+        ValueError: it has a slash or a zero byte in it.
+    """
+    if "/" in name or "\0" in name:
+        raise ValueError(
+            f"collection {name!r} cannot name a folder; name modules of the model without '/' and zero bytes"
+        )
+
+
 def check_table_name(name: str) -> None:
     """Refuse a table name that cannot begin a file name.
 
@@ -258,7 +275,8 @@ class Manifest:
         if self.kind not in (FULL, INCREMENT) or (self.kind == INCREMENT) != bool(self.chain):
             raise ValueError(f"kind {self.kind!r} with a chain of {len(self.chain)}")
         for folder, tables in self.collections.items():
-            if "/" in folder or folder in (".", ".."):
+            check_folder(folder)
+            if folder in (".", ".."):
                 raise ValueError(f"folder {folder!r}")
             for name, table in tables.items():
                 check_table_name(name)

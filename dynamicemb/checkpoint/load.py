@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 from tqdm import tqdm
 
+from dynamicemb.checkpoint.background import settle_at
 from dynamicemb.checkpoint.format import inside
 from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
 from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
@@ -71,7 +72,8 @@ def DynamicEmbLoad(
     """Fill the dynamic tables of a model from a dump; a collective on the ranks of ``pg``.
 
     Every file is checked before a table is touched. Ranks, routing, device and capacity may be others than those of the
-    writer; where not all ids find a place, those with the highest scores do.
+    writer; where not all ids find a place, those with the highest scores do. A dump that this process is writing to
+    ``path`` in the background is waited for; if it failed and nobody has heard of it, its error is raised.
 
     Args:
         path: folder of a dump of this package or of the reference implementation; or a list, a full dump and then its
@@ -114,6 +116,7 @@ def load_tables(
     """Load tables, in the same order on all ranks."""
     if not any(ranks.gather(bool(tables))):
         return {}
+    ranks.each(lambda: settle_at(request.paths, disk))
     dumps = ranks.each(lambda: _open(request, tables, ranks, disk))
     stored = ranks.each(lambda: [[dump.stored(table, disk) for dump in dumps] for table in tables])
     ranks.each(lambda: _check(request, tables, stored, ranks))

@@ -11,7 +11,7 @@ from dynamicemb.checkpoint.incremental import incremental_dump
 from dynamicemb.checkpoint.io import AnyPath, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.sources import Table, tables_of_modules
+from dynamicemb.checkpoint.sources import Table, tables_of_module
 from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2 as _Module
 
@@ -58,7 +58,7 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         Arguments, what is returned and errors are those of ``DynamicEmbDump``, but ``table_names`` lists names.
         """
         ranks = Ranks(pg)
-        tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
+        tables = ranks.each(lambda: tables_of_module(self, table_names))
         request = DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking)
         return dump_tables(request, tables, ranks)
 
@@ -78,7 +78,7 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         returned per table.
         """
         ranks = Ranks(pg)
-        tables = ranks.each(lambda: tables_of_modules([self], "", table_names))
+        tables = ranks.each(lambda: tables_of_module(self, table_names))
         request = LoadRequest(as_chain(save_dir), optim, counter, merge, fresh_scores, table_names is None)
         return load_tables(request, tables, ranks).get("", {})
 

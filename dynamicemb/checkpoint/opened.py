@@ -28,6 +28,7 @@ from dynamicemb.checkpoint.format import (
     rank_file,
 )
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
+from dynamicemb.checkpoint.reader import read_file
 from dynamicemb.checkpoint.target import Target
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.optimizer import get_optimizer_state_dim
@@ -234,17 +235,6 @@ def read_json(path: str, disk: FileSystem) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointCorruptError(path, "a JSON object", repr(values))
     return values
-
-
-def read_file(path: str, disk: FileSystem) -> bytes:
-    """Return the contents of a small file."""
-    data = bytearray(max(0, disk.size(path)))
-    file = disk.open(path)
-    try:
-        number = disk.read(file, memoryview(data), 0)
-    finally:
-        disk.close(file)
-    return bytes(data[:number])
 
 
 def check_crc(path: str, entry: FileEntry, disk: FileSystem) -> None:

@@ -158,7 +158,8 @@ class _Files:
         """Open them until ``stack`` is left."""
         table, stored, conversion = self._table, self._stored, self._conversion
         with_scores = stored.num_columns > 0 and not conversion.fresh_scores
-        with_state = conversion.with_state and stored.num_state >= 0 and table.num_state > 0
+        # Tables that only evaluate have a file of it, without any values.
+        with_state = conversion.with_state and stored.num_state > 0 and table.num_state > 0
 
         def reader(item: str, dtype: type[np.generic], width: int) -> FileReader:
             return stack.enter_context(FileReader(disk, stored.path(item, rank), dtype, width))

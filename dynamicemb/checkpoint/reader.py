@@ -45,3 +45,14 @@ class FileReader:
                     self._path, f"{(begin + count) * row_bytes} bytes", f"{begin * row_bytes + number} bytes"
                 )
         return values
+
+
+def read_file(path: str, disk: FileSystem) -> bytes:
+    """Return the contents of a small file."""
+    data = bytearray(max(0, disk.size(path)))
+    file = disk.open(path)
+    try:
+        number = disk.read(file, memoryview(data), 0)
+    finally:
+        disk.close(file)
+    return bytes(data[:number])

@@ -67,7 +67,7 @@ def _check_optimizer(table: Table, stored: Stored, report: bool) -> None:
             table.module.optimizer.updated(stored.meta)
         except ValueError as error:
             raise ValueError(f"table {table}: {error}; load with optim=False to begin with fresh state") from None
-    if stored.num_state < 0 and table.num_state > 0 and report:
+    if stored.num_state <= 0 and table.num_state > 0 and report:
         warnings.warn(
             f"table {table}: the dump has no optimizer state; rows begin with the initial state of {name}",
             UserWarning,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamicemb.checkpoint.format import check_table_name
+from dynamicemb.checkpoint.format import check_folder, check_table_name
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
@@ -186,7 +186,7 @@ def tables_of_model(model: nn.Module, table_names: Mapping[str, Iterable[str]] |
 
     Raises:
         TypeError: ``table_names`` is not a mapping to names.
-        ValueError: it names a collection or table that is not there.
+        ValueError: it names a collection or table that is not there, or files and folders cannot have such names.
     """
     collections = find_collections(model)
     if not collections:
@@ -205,7 +205,34 @@ def tables_of_model(model: nn.Module, table_names: Mapping[str, Iterable[str]] |
     for collection in collections:
         names = None if table_names is None else table_names.get(collection.path)
         tables += tables_of_modules(collection.modules, collection.path, names, collection.sizes)
+    if collections:
+        _check_files(tables, table_names)
     return tables
+
+
+def tables_of_module(module: BatchedDynamicEmbeddingTablesV2, table_names: Iterable[str] | None) -> list[Table]:
+    """Return the tables of a module without a model around it that are meant, ordered by name; None is all.
+
+    Raises:
+        TypeError: ``table_names`` is a string.
+        ValueError: there is no such table, or a table's name cannot begin a file name.
+    """
+    tables = tables_of_modules([module], "", table_names)
+    _check_files(tables, table_names)
+    return tables
+
+
+def _check_files(tables: list[Table], table_names: Any) -> None:
+    """Check that there are tables to dump or load, and that files and folders may have their names."""
+    if not tables:
+        warnings.warn(
+            f"table_names {table_names!r} names no table: nothing is dumped or loaded; None means all tables",
+            UserWarning,
+            stacklevel=4,
+        )
+    for table in tables:
+        check_folder(table.folder)
+        check_table_name(table.name)
 
 
 def tables_of_modules(
@@ -218,7 +245,7 @@ def tables_of_modules(
 
     Raises:
         TypeError: ``names`` is a string.
-        ValueError: there is no such table, or a table's name cannot begin a file name.
+        ValueError: there is no such table.
     """
     tables = [
         Table(folder, name, module, index, (sizes or {}).get(name))
@@ -234,8 +261,6 @@ def tables_of_modules(
             f"table_names: {folder or 'the module'} has no dynamic tables {sorted(missing)}; "
             f"it has {sorted(table.name for table in tables)}"
         )
-    for table in tables:
-        check_table_name(table.name)
     return sorted((table for table in tables if table.name in wanted), key=lambda table: table.name)
 
 

@@ -11,8 +11,9 @@ nothing there reads the previous one.
 
 import contextlib
 
-from dynamicemb.checkpoint.format import MANIFEST, Manifest, inside, is_ours
+from dynamicemb.checkpoint.format import MANIFEST, Manifest, inside, is_collection, is_ours
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
+from dynamicemb.checkpoint.reader import read_file
 
 _WRITING = ".{}.dynamicemb-writing"
 _PREVIOUS = ".{}.dynamicemb-previous"
@@ -50,7 +51,13 @@ class Target:
 
         Raises:
             FileExistsError: there is something at the place that must not be replaced.
+            ValueError: the place is inside another dump.
         """
+        if self._is_dump(self._parent):
+            raise ValueError(
+                f"path {self.path!r} is inside the dump {self._parent!r}, which could not be loaded any more then; "
+                "dump into a folder beside it"
+            )
         self._make_parents(self._parent)
         # What a killed dump renamed must be on the disk before what it left is removed.
         self._disk.sync_folder(self._parent)
@@ -63,6 +70,8 @@ class Target:
             )
         if present:
             self._files_to_remove(self.path)
+            if MANIFEST in present and not self._is_dump(self.path):
+                raise FileExistsError(_foreign(self.path, MANIFEST))
         self._remove(self.writing)
         self._disk.make_folder(self.writing)
         for folder in folders:
@@ -121,11 +130,22 @@ class Target:
         """Put the dump before back in its place if a dump was stopped between two renames; else it is a left-over."""
         if self._disk.entries(self.previous) is None:
             return
-        if self._disk.entries(self.path):
-            self._remove(self.previous)
-        else:
+        present = self._disk.entries(self.path)
+        if not present:
             self._disk.rename(self.previous, self.path)
             self._disk.sync_folder(self._parent)
+        elif self._is_dump(self.path):
+            self._remove(self.previous)
+        else:
+            raise FileExistsError(
+                f"{self.path!r} holds {min(present)!r}, which came there after a dump was stopped while it replaced "
+                f"the one before, which is now {self.previous!r}; move either of them away"
+            )
+
+    def _is_dump(self, folder: str) -> bool:
+        """Return whether there is a manifest of ours in a folder, perhaps with a damaged spot."""
+        path = join(folder, MANIFEST)
+        return self._disk.size(path) >= 0 and Manifest.is_one(read_file(path, self._disk))
 
     def _files_to_remove(self, folder: str) -> tuple[list[str], list[str]]:
         """Return the files and folders that a dump consists of.
@@ -141,15 +161,16 @@ class Target:
                 folders.append(path)
                 inner = self._disk.entries(path) or {}
                 files += [join(path, n) for n in inner]
-                foreign = [n for n, is_inner_folder in inner.items() if is_inner_folder or not is_ours(n)]
+                # A manifest in there is that of another dump.
+                foreign = [
+                    join(name, n) for n, is_inner in inner.items() if is_inner or n == MANIFEST or not is_ours(n)
+                ]
+                foreign += [] if is_collection(name) else [name]
             else:
                 files.append(path)
                 foreign = [] if is_ours(name) else [name]
             if foreign:
-                raise FileExistsError(
-                    f"{folder!r} holds {join(name, foreign[0]) if is_folder else name!r}, which is not part of a dump "
-                    "and would be lost; move it away, or dump into a new folder"
-                )
+                raise FileExistsError(_foreign(folder, foreign[0]))
         return files, folders
 
     def _remove(self, folder: str) -> None:
@@ -161,3 +182,7 @@ class Target:
         for path in folders:
             self._disk.remove_folder(path)
         self._disk.remove_folder(folder)
+
+
+def _foreign(folder: str, name: str) -> str:
+    return f"{folder!r} holds {name!r}, which is no part of a dump and would be lost; move it away, or dump elsewhere"

@@ -1,0 +1,124 @@
+"""A load of the place that a dump in the background is being written to, and paths that mean something else later."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
+from dynamicemb.checkpoint.io import FileSystem
+from dynamicemb.checkpoint.load import LoadRequest, load_tables
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.sources import tables_of_model, tables_of_modules
+from tests.background import SlowDisk, dump, dump_in_background, load, make, step
+from tests.checkpoints import records
+from tests.lookups import options
+from tests.memory_disk import failing_at
+from tests.test_checkpoint_background_ranks import SlowRealDisk
+
+
+def held_after(go: threading.Event, work: Any) -> set[int]:
+    """Start a load, which must wait for `go`; return the ids that it brought."""
+    copy, done = make("cpu", options()), threading.Event()
+
+    def run() -> None:
+        work(copy)
+        done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert not done.wait(0.3), "the load did not wait"
+    go.set()
+    thread.join(60)
+    assert done.is_set()
+    return set(records(copy, "a"))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_c21_a_load_of_a_dump_that_is_being_written_waits_for_it(chained: bool) -> None:
+    module, slow = make("cpu", options()), SlowDisk()
+    step(module, 1, 2)
+    slow.go.set()
+    dump(module, slow, "/runs/base")
+    step(module, 3)
+    slow.go.clear()
+    slow.reached.clear()
+    base = ("/runs/base",) if chained else ()
+    place = "/runs/first" if chained else "/runs/base"
+    handle = dump_in_background(module, slow, place, base=base, allow_overwrite=True)
+    paths = ("/runs/base", "/runs/first") if chained else ("/runs/other/../base/",)
+    assert held_after(slow.go, lambda copy: load(copy, slow, *paths)) == {1, 2, 3}
+    handle.wait()
+
+
+def test_c21_a_load_of_a_collection_of_a_dump_that_is_being_written_waits_for_it(tmp_path: Path) -> None:
+    module, slow = make("cpu", options()), SlowRealDisk()
+    step(module, 1, 2)
+    (tmp_path / "link").symlink_to(tmp_path)
+    request = DumpRequest(str(tmp_path / "link" / "dump"), True, blocking=False)
+    handle = dump_tables(request, tables_of_model(module, None), Ranks(), slow)
+    assert handle is not None and slow.reached.wait(60)
+
+    def work(copy: Any) -> None:
+        load_tables(LoadRequest((str(tmp_path / "dump" / "model"),)), tables_of_modules([copy], ""), Ranks(), slow)
+
+    assert held_after(slow.go, work) == {1, 2}
+    handle.wait()
+
+
+def test_c21_a_load_of_other_places_does_not_wait() -> None:
+    module, slow = make("cpu", options()), SlowDisk()
+    step(module, 1, 2)
+    slow.go.set()
+    dump(module, slow, "/runs/base")
+    slow.go.clear()
+    slow.reached.clear()
+    handle = dump_in_background(module, slow, "/runs/later")
+    copy = make("cpu", options())
+    load(copy, slow, "/runs/base")
+    assert set(records(copy, "a")) == {1, 2} and not handle.done()
+    slow.go.set()
+    handle.wait()
+
+
+def test_c27_a_load_raises_the_error_of_the_dump_that_it_wanted_once() -> None:
+    module, slow, copy = make("cpu", options()), SlowDisk(), make("cpu", options())
+    step(module, 1, 2)
+    slow.go.set()
+    dump(module, slow)
+    step(module, 3)
+    for heard in (False, True):
+        slow.fail = failing_at(slow.count + 8, errno.ENOSPC)
+        handle = dump_in_background(module, slow, allow_overwrite=True)
+        with pytest.raises(OSError, match="No space"):
+            handle.wait() if heard else load(copy, slow)
+        load(copy, slow)
+        assert set(records(copy, "a")) == {1, 2}
+        with pytest.raises(OSError, match="No space"):
+            handle.wait()
+
+
+def test_c21_a_dump_goes_where_its_path_led_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make("cpu", options())
+    step(module, 1, 2)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    module.dump("base", optim=True)
+    step(module, 3)
+
+    class Moving(FileSystem):
+        def real_path(self, path: str) -> str:
+            # Between the call and the first thing that the thread does.
+            if threading.current_thread() is not threading.main_thread():
+                os.chdir(tmp_path / "there")
+            return super().real_path(path)
+
+    request = DumpRequest("first", True, base=("base",), blocking=False)
+    handle = dump_tables(request, tables_of_modules([module], ""), Ranks(), Moving())
+    assert handle is not None
+    handle.wait()
+    assert sorted(os.listdir(tmp_path / "here")) == ["base", "first"] and not os.listdir(tmp_path / "there")

@@ -1,0 +1,99 @@
+"""Where a dump may go: what is there already and is not part of it stays (contract 21, 27)."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynamicemb import DynamicEmbDump
+from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from tests.checkpoints import records
+from tests.lookups import bag_per_id, make_module, options
+
+
+def small(*ids: int) -> BatchedDynamicEmbeddingTablesV2:
+    module = make_module([options()])
+    module(*bag_per_id(ids)).sum().backward()
+    return module
+
+
+def held_in(place: Path) -> set[int]:
+    copy = small()
+    copy.load(place)
+    return set(records(copy, "a"))
+
+
+def dumps_of_modules(runs: Path) -> None:
+    small(1).dump(runs / "monday")
+    small(1, 2).dump(runs / "tuesday")
+
+
+def dump_and_dumps_in_it(runs: Path) -> None:
+    small(3).dump(runs)
+    # A dump goes into no other one, but a folder can be moved there.
+    dumps_of_modules(runs.parent / "elsewhere")
+    for place in (runs.parent / "elsewhere").iterdir():
+        place.rename(runs / place.name)
+
+
+def dump_of_a_model(runs: Path) -> None:
+    dumps_of_modules(runs)
+    (runs / "monday").rename(runs / "model")
+
+
+@pytest.mark.parametrize("make", [dumps_of_modules, dump_and_dumps_in_it, dump_of_a_model])
+def test_c21_other_dumps_in_a_folder_are_not_overwritten(tmp_path: Path, make: object) -> None:
+    runs = tmp_path / "runs"
+    assert callable(make)
+    make(runs)
+    there = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    with pytest.raises(FileExistsError, match=r"(monday|tuesday|model).*is no part of a dump and would be lost"):
+        small(4).dump(runs, allow_overwrite=True)
+    with pytest.raises(FileExistsError, match=r"(monday|tuesday|model).*is no part of a dump and would be lost"):
+        DynamicEmbDump(runs, small(4), allow_overwrite=True)
+    assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == there
+    assert held_in(runs / "tuesday") == {1, 2}
+
+
+def test_c21_a_manifest_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    manifest = tmp_path / "app" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text('{"name": "my app"}')
+    with pytest.raises(FileExistsError, match=r"'manifest.json', which is no part of a dump"):
+        small(1).dump(manifest.parent, allow_overwrite=True)
+    assert manifest.read_text() == '{"name": "my app"}'
+    manifest.unlink()
+    small(1).dump(manifest.parent)
+    # Ours may be damaged: what is replaced need not load.
+    manifest.write_bytes(manifest.read_bytes().replace(b'"clock": 1', b'"clock": 2'))
+    with pytest.warns(UserWarning, match="is replaced"):
+        small(2).dump(manifest.parent, allow_overwrite=True)
+    assert held_in(manifest.parent) == {2}
+
+
+def test_c21_a_dump_into_another_one_is_refused(tmp_path: Path) -> None:
+    base, model = tmp_path / "base", torch.nn.Sequential(small(1, 2))
+    DynamicEmbDump(base, model)
+    for place, overwrite in ((base / "first", False), (base / "model.0", True)):
+        with pytest.raises(ValueError, match=r"is inside the dump .*base'.* beside it"):
+            DynamicEmbDump(place, model, base=None if overwrite else base, allow_overwrite=overwrite)
+    assert sorted(path.name for path in base.iterdir()) == ["manifest.json", "model.0"]
+    assert held_in(base / "model.0") == {1, 2}
+
+
+def test_c21_the_dump_before_is_kept_where_a_killed_one_left_it_and_other_files_came(tmp_path: Path) -> None:
+    place, previous = tmp_path / "dump", tmp_path / ".dump.dynamicemb-previous"
+    small(1).dump(place)
+    # Killed between two renames; then somebody writes a file to the place.
+    place.rename(previous)
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=r"holds 'config.json'.*dynamicemb-previous'; move either"):
+        small(2).dump(place, allow_overwrite=True)
+    assert held_in(previous) == {1} and (place / "config.json").exists()
+    (place / "config.json").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small(2).dump(place, allow_overwrite=True)
+    assert held_in(place) == {2} and sorted(path.name for path in tmp_path.iterdir()) == ["dump"]
