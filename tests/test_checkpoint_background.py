@@ -249,9 +249,13 @@ def test_c21_wait_gives_up_in_time_and_the_dump_goes_on() -> None:
     handle = dump_in_background(module, slow)
     with pytest.raises(TimeoutError, match=r"'/runs/dump' was not complete after 0.01 s: 0 of 10 rows"):
         handle.wait(0.01)
-    assert not handle.done()
+    assert not handle.done() and repr(handle) == "DumpHandle('/runs/dump', 0 of 10 rows of this rank, being written)"
     slow.go.set()
     assert handle.wait(60) is None and handle.wait() is None
+    assert repr(handle).endswith("10 of 10 rows of this rank, complete)")
+    for wrong, kind in (("1", TypeError), (-5, ValueError), (float("nan"), ValueError), (float("inf"), ValueError)):
+        with pytest.raises(kind, match="timeout must be"):
+            handle.wait(wrong)  # type: ignore[arg-type]
     assert len(contents_of(module, slow)) == 10
 
 

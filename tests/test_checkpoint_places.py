@@ -1,5 +1,7 @@
 """Where a dump may go: what is there already and is not part of it stays (contract 21, 27)."""
 
+import errno
+import os
 import warnings
 from pathlib import Path
 
@@ -97,3 +99,42 @@ def test_c21_the_dump_before_is_kept_where_a_killed_one_left_it_and_other_files_
         warnings.simplefilter("ignore")
         small(2).dump(place, allow_overwrite=True)
     assert held_in(place) == {2} and sorted(path.name for path in tmp_path.iterdir()) == ["dump"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://bucket/run", "got the URL 's3://bucket/run'; mount it"),
+        (Path("gs://bucket/run"), "got the URL 'gs:/bucket/run'"),
+        ("~/run", "begins with '~', which only a shell knows"),
+        ("", "path is empty; the current folder is '.'"),
+    ],
+)
+def test_c21_paths_that_no_file_system_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = small(1)
+    for call in (module.dump, module.load, lambda path: module.dump(tmp_path / "d", base=path)):
+        with pytest.raises(ValueError) as caught:
+            call(path)
+        assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_c21_errors_of_the_disk_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module = small(1)
+    module.dump(tmp_path / "d")
+    for name, work in (
+        ("write", lambda: module.dump(tmp_path / "e")),
+        ("fsync", lambda: module.dump(tmp_path / "e")),
+        ("preadv", lambda: module.load(tmp_path / "d")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(OSError) as caught:
+                work()
+        assert str(caught.value).startswith(f"[Errno 28] No space left on device: '{tmp_path}"), name

@@ -147,6 +147,27 @@ def train_on(rank: int, world_size: int, case: Case, path: str) -> None:
             assert found == held(resumed)[name]
 
 
+def schedule(rank: int, world_size: int, path: str) -> None:
+    from dynamicemb import DynamicEmbDump, DynamicEmbLoad
+
+    case = case_for("roundrobin")
+    DynamicEmbDump(path, make(case, world_size, learning_rate=0.05), optim=True)
+    model = make(case, world_size, learning_rate=0.001)
+    DynamicEmbLoad(path, model)
+    for optim, rate in ((False, 0.001), (True, 0.05)):
+        DynamicEmbLoad(path, model, optim=optim)
+        rates = {group["lr"] for group in model.fused_optimizer.param_groups if not group["params"]}
+        assert rates == {rate} == {tables.optimizer.learning_rate for tables in dynamic_modules(model)}
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 0.001
+    model.fused_optimizer.step()
+    assert {tables.optimizer.learning_rate for tables in dynamic_modules(model)} == {0.001}
+
+
+def test_c23_schedulers_see_the_learning_rate_of_a_dump(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+    ranks.run(1, schedule, str(tmp_path / "dump"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("score", ["TIMESTAMP", "STEP", "LFU"])
 def test_c23_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path, score: str) -> None:  # noqa: F811
@@ -246,6 +267,17 @@ def misuse(rank: int, world_size: int, path: str) -> list[str]:
     expect(DynamicEmbError, lambda: DynamicEmbDump(path, model, optim=rank == 0))
     expect(ValueError, lambda: DynamicEmbDump(path, model, {"model.other": ["users"]} if rank == 1 else None))
     expect(FileNotFoundError, lambda: DynamicEmbLoad(path, model))
+    # Wrong on one rank alone: the other one must not wait for it.
+    wrong: Any = None if rank == 1 else path
+    expect(TypeError, lambda: DynamicEmbDump(wrong, model))
+    expect(TypeError, lambda: DynamicEmbLoad(wrong, model))
+    tables = dynamic_modules(model)[0]
+    expect(TypeError, lambda: tables.dump(wrong))
+    expect(TypeError, lambda: tables.load(wrong))
+    expect(TypeError, lambda: DynamicEmbDump(path, model, base=[wrong] if rank == 1 else None))
+    switch: Any = "adam" if rank == 1 else True
+    expect(TypeError, lambda: DynamicEmbDump(path, model, optim=switch))
+    expect(TypeError, lambda: DynamicEmbLoad(path, model, merge=switch))
     assert not os.path.exists(path)
     # Ids on a rank where no lookup finds them.
     dynamic_modules(model)[0].insert("users", torch.tensor([1 - rank]), torch.ones(1, 4))
@@ -258,7 +290,9 @@ def test_c21_ranks_that_disagree_or_hold_ids_of_others_raise_on_all(ranks: RankP
     first, second = ranks.run(2, misuse, str(tmp_path / "dump"))
     assert first == second
     wanted = ["the ranks disagree about the tables", "the ranks disagree about the options", "no collection"]
-    for part, message in zip([*wanted, "there is no dump", "holds ids on rank 0 that"], first, strict=True):
+    wanted += ["there is no dump", *["path must be a string or a path"] * 5]
+    wanted += [f"{name} must be True or False, got 'adam'" for name in ("optim", "merge")]
+    for part, message in zip([*wanted, "holds ids on rank 0 that"], first, strict=True):
         assert part in message
 
 

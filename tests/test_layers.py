@@ -80,7 +80,7 @@ def only_hands_on_names(tree: ast.Module) -> list[int]:
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+        if isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__"):
             continue
         if runs_main(node):
             continue

@@ -31,6 +31,10 @@ class DumpHandle:
         self._finished = threading.Event()
         self._told = False
 
+    def __repr__(self) -> str:
+        state = "being written" if not self.done() else "failed" if self._error is not None else "complete"
+        return f"DumpHandle({self._path!r}, {self._num_written} of {self._num_rows} rows of this rank, {state})"
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the dump has its place on the disk, on all ranks.
 
@@ -39,9 +43,14 @@ class DumpHandle:
 
         Raises:
             TimeoutError: it was not there in time; it goes on.
+            TypeError, ValueError: ``timeout`` is no number of seconds.
             Exception: what the dump raised, as ``DynamicEmbDump`` says; the same on all ranks. The dump before is still
                 there.
         """
+        if timeout is not None and not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+        if timeout is not None and not 0 <= timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"timeout must be from 0 to {threading.TIMEOUT_MAX} seconds or None, got {timeout}")
         if not self._finished.wait(timeout):
             raise TimeoutError(
                 f"the dump to {self._path!r} was not complete after {timeout} s: {self._num_written} of "

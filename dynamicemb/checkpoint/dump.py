@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from dynamicemb.checkpoint.background import DumpHandle, settle, start
 from dynamicemb.checkpoint.contents import Contents, Selected, copied, drained, live, num_copied_bytes
+from dynamicemb.checkpoint.flags import check_flags
 from dynamicemb.checkpoint.increment import marks_of, open_chain
-from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
+from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_chain, as_string
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.checkpoint.target import Target
@@ -70,9 +71,13 @@ def DynamicEmbDump(
         OSError: the disk failed; what was there before is still there. A failure of one rank raises on all.
         ValueError: ``table_names`` has a name that is not in the model.
     """
-    request = DumpRequest(as_string(path), optim, counter, allow_overwrite, as_chain(base), blocking)
     ranks = Ranks(pg)
-    tables = ranks.each(lambda: tables_of_model(model, table_names))
+    request, tables = ranks.each(
+        lambda: (
+            DumpRequest(as_string(path), optim, counter, allow_overwrite, as_chain(base), blocking),
+            tables_of_model(model, table_names),
+        )
+    )
     return dump_tables(request, tables, ranks)
 
 
@@ -87,12 +92,8 @@ class DumpRequest:
     base: tuple[str, ...] = ()
     blocking: bool = True
 
-
-def as_chain(base: AnyPath | Sequence[AnyPath] | None) -> tuple[str, ...]:
-    """Return the paths of a chain of dumps, none for None."""
-    if base is None:
-        return ()
-    return tuple(map(as_string, base if isinstance(base, list | tuple) else (base,)))
+    def __post_init__(self) -> None:
+        check_flags(self)
 
 
 def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK) -> DumpHandle | None:

@@ -3,11 +3,15 @@
 import ctypes
 import errno
 import os
+import re
 import stat
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 AnyPath = str | os.PathLike[str]
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # What a file system says that cannot exchange two names.
@@ -19,10 +23,29 @@ def as_string(path: AnyPath) -> str:
 
     Raises:
         TypeError: it is not a path.
+        ValueError: it is one that no file system has: empty, a URL, or of a shell.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
-    return str(os.fspath(path))
+        raise TypeError(f"path must be a string or a path, got {path!r}")
+    found = str(os.fspath(path))
+    if not found:
+        raise ValueError("path is empty; the current folder is '.'")
+    # A Path has one slash where a URL has two.
+    if _URL.match(found):
+        raise ValueError(f"path must be a folder of a file system, got the URL {found!r}; mount it, or copy the folder")
+    if found.startswith("~"):
+        raise ValueError(f"path {found!r} begins with '~', which only a shell knows; use os.path.expanduser")
+    return found
+
+
+def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[str, ...]:
+    """Return one or several paths as strings; raises as ``as_string``."""
+    return tuple(map(as_string, paths if isinstance(paths, list | tuple) else (paths,)))
+
+
+def as_chain(base: AnyPath | Sequence[AnyPath] | None) -> tuple[str, ...]:
+    """Return the paths of a chain of dumps, none for None; raises as ``as_string``."""
+    return () if base is None else as_paths(base)
 
 
 def join(*parts: str) -> str:
@@ -43,6 +66,18 @@ def base_name(path: str) -> str:
 def temporary_folder() -> "tempfile.TemporaryDirectory[str]":
     """Return a context with the path of an empty folder, which is removed with what is in it."""
     return tempfile.TemporaryDirectory(prefix="dynamicemb-")
+
+
+@contextmanager
+def _named(file: int) -> Iterator[None]:
+    """Give an error the name of the open file, where the system tells it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            with suppress(OSError):
+                error.filename = os.readlink(f"/proc/self/fd/{file}")
+        raise
 
 
 class FileSystem:
@@ -81,12 +116,14 @@ class FileSystem:
 
     def write(self, file: int, data: memoryview) -> None:
         """Append all of ``data``."""
-        while data:
-            data = data[os.write(file, data) :]
+        with _named(file):
+            while data:
+                data = data[os.write(file, data) :]
 
     def sync(self, file: int) -> None:
         """Wait until a file's data is on the disk."""
-        os.fsync(file)
+        with _named(file):
+            os.fsync(file)
 
     def close(self, file: int) -> None:
         """End the use of a file."""
@@ -99,18 +136,20 @@ class FileSystem:
     def read(self, file: int, buffer: memoryview, offset: int) -> int:
         """Fill ``buffer`` from a file; returns fewer bytes than its size only where the file ends."""
         begin = offset
-        while buffer:
-            number = os.preadv(file, [buffer], offset)
-            if number == 0:
-                break
-            buffer, offset = buffer[number:], offset + number
+        with _named(file):
+            while buffer:
+                number = os.preadv(file, [buffer], offset)
+                if number == 0:
+                    break
+                buffer, offset = buffer[number:], offset + number
         return offset - begin
 
     def sync_folder(self, folder: str) -> None:
         """Wait until the names in a folder are on the disk."""
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(file)
+            with _named(file):
+                os.fsync(file)
         finally:
             os.close(file)
 

@@ -10,15 +10,16 @@ from torch import nn
 from tqdm import tqdm
 
 from dynamicemb.checkpoint.background import settle_at
+from dynamicemb.checkpoint.flags import check_flags
 from dynamicemb.checkpoint.format import inside
-from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_string
+from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_paths
 from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
 from dynamicemb.checkpoint.own_counter import Counts, load_own
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
 from dynamicemb.checkpoint.read_ahead import ReadAhead
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
-from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, find_sharded_modules, tables_of_model
 from dynamicemb.checkpoint.verify import Verified, verify
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_counts import CountImport
@@ -57,6 +58,9 @@ class LoadRequest:
     fresh_scores: bool = False
     # Whether tables of the dump that nobody asked for are worth a warning.
     all_tables: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(self)
 
 
 def DynamicEmbLoad(
@@ -102,12 +106,18 @@ def DynamicEmbLoad(
         OSError: the disk failed. If it did after all files were checked, the named tables are empty.
         ValueError: the dump does not fit the tables: dim, score strategy, optimizer.
     """
-    paths = (path,) if not isinstance(path, list | tuple) else tuple(path)
-    all_tables = table_names is None
     ranks = Ranks(pg)
-    request = LoadRequest(tuple(map(as_string, paths)), optim, counter, merge, fresh_scores, all_tables)
-    tables = ranks.each(lambda: tables_of_model(model, table_names))
-    return load_tables(request, tables, ranks)
+    request, tables = ranks.each(
+        lambda: (
+            LoadRequest(as_paths(path), optim, counter, merge, fresh_scores, table_names is None),
+            tables_of_model(model, table_names),
+        )
+    )
+    report = load_tables(request, tables, ranks)
+    collection: Any
+    for _, _, collection in find_sharded_modules(model):
+        collection.rows_loaded()
+    return report
 
 
 def load_tables(

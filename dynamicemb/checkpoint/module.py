@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from dynamicemb.checkpoint.background import DumpHandle
-from dynamicemb.checkpoint.dump import DumpRequest, as_chain, dump_tables
+from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
 from dynamicemb.checkpoint.incremental import incremental_dump
-from dynamicemb.checkpoint.io import AnyPath, as_string
+from dynamicemb.checkpoint.io import AnyPath, as_chain, as_paths, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Table, tables_of_module
@@ -58,8 +58,12 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         Arguments, what is returned and errors are those of ``DynamicEmbDump``, but ``table_names`` lists names.
         """
         ranks = Ranks(pg)
-        tables = ranks.each(lambda: tables_of_module(self, table_names))
-        request = DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking)
+        request, tables = ranks.each(
+            lambda: (
+                DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking),
+                tables_of_module(self, table_names),
+            )
+        )
         return dump_tables(request, tables, ranks)
 
     def load(
@@ -78,8 +82,12 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         returned per table.
         """
         ranks = Ranks(pg)
-        tables = ranks.each(lambda: tables_of_module(self, table_names))
-        request = LoadRequest(as_chain(save_dir), optim, counter, merge, fresh_scores, table_names is None)
+        request, tables = ranks.each(
+            lambda: (
+                LoadRequest(as_paths(save_dir), optim, counter, merge, fresh_scores, table_names is None),
+                tables_of_module(self, table_names),
+            )
+        )
         return load_tables(request, tables, ranks).get("", {})
 
     def incremental_dump(
