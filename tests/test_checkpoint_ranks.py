@@ -241,6 +241,14 @@ def misuse(rank: int, world_size: int, path: str) -> list[str]:
     expect(DynamicEmbError, lambda: DynamicEmbDump(path, model, optim=rank == 0))
     expect(ValueError, lambda: DynamicEmbDump(path, model, {"model.other": ["users"]} if rank == 1 else None))
     expect(FileNotFoundError, lambda: DynamicEmbLoad(path, model))
+    # A path that only rank 0 has made.
+    nowhere: Any = path if rank == 0 else None
+    tables = dynamic_modules(model)[0]
+    for work in (DynamicEmbDump, DynamicEmbLoad):
+        expect(TypeError, lambda work=work: work(nowhere, model))
+    expect(TypeError, lambda: DynamicEmbDump(path, model, base=[nowhere]))
+    expect(TypeError, lambda: tables.dump(nowhere))
+    expect(TypeError, lambda: tables.load([nowhere]))
     assert not os.path.exists(path)
     # Ids on a rank where no lookup finds them.
     dynamic_modules(model)[0].insert("users", torch.tensor([1 - rank]), torch.ones(1, 4))
@@ -253,7 +261,8 @@ def test_c21_ranks_that_disagree_or_hold_ids_of_others_raise_on_all(ranks: RankP
     first, second = ranks.run(2, misuse, str(tmp_path / "dump"))
     assert first == second
     wanted = ["the ranks disagree about the tables", "the ranks disagree about the options", "no collection"]
-    for part, message in zip([*wanted, "there is no dump", "holds ids on rank 0 that"], first, strict=True):
+    wanted += ["there is no dump", *["path must be a string or a path, got None"] * 5, "holds ids on rank 0 that"]
+    for part, message in zip(wanted, first, strict=True):
         assert part in message
 
 

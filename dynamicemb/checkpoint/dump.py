@@ -67,8 +67,10 @@ def DynamicEmbDump(
         OSError: the disk failed; what was there before is still there. A failure of one rank raises on all.
         ValueError: ``table_names`` has a name that is not in the model.
     """
-    request = DumpRequest(as_string(path), optim, counter, allow_overwrite, as_chain(base), blocking)
     ranks = Ranks(pg)
+    request = ranks.each(
+        lambda: DumpRequest(as_string(path), optim, counter, allow_overwrite, as_chain(base), blocking)
+    )
     tables = ranks.each(lambda: tables_of_model(model, table_names))
     return dump_tables(request, tables, ranks)
 

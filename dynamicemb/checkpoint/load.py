@@ -103,7 +103,9 @@ def DynamicEmbLoad(
     paths = (path,) if not isinstance(path, list | tuple) else tuple(path)
     all_tables = table_names is None
     ranks = Ranks(pg)
-    request = LoadRequest(tuple(map(as_string, paths)), optim, counter, merge, fresh_scores, all_tables)
+    request = ranks.each(
+        lambda: LoadRequest(tuple(map(as_string, paths)), optim, counter, merge, fresh_scores, all_tables)
+    )
     tables = ranks.each(lambda: tables_of_model(model, table_names))
     return load_tables(request, tables, ranks)
 

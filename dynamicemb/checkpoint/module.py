@@ -59,7 +59,9 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         """
         ranks = Ranks(pg)
         tables = ranks.each(lambda: tables_of_module(self, table_names))
-        request = DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking)
+        request = ranks.each(
+            lambda: DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking)
+        )
         return dump_tables(request, tables, ranks)
 
     def load(
@@ -79,7 +81,8 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         """
         ranks = Ranks(pg)
         tables = ranks.each(lambda: tables_of_module(self, table_names))
-        request = LoadRequest(as_chain(save_dir), optim, counter, merge, fresh_scores, table_names is None)
+        all_tables = table_names is None
+        request = ranks.each(lambda: LoadRequest(as_chain(save_dir), optim, counter, merge, fresh_scores, all_tables))
         return load_tables(request, tables, ranks).get("", {})
 
     def incremental_dump(
