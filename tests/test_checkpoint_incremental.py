@@ -1,5 +1,6 @@
 """``incremental_dump`` returns what was touched since a threshold; scores of a whole model."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
+from dynamicemb.errors import DynamicEmbError
 from dynamicemb.incremental_dump import get_score, incremental_dump, is_valid_score_threshold, set_score
 from tests.lookups import bag_per_id, make_module, options, row_of
 from tests.ranks import RankPool, ranks  # noqa: F401
@@ -118,3 +120,34 @@ def test_c26_ranks_put_their_rows_together(ranks: RankPool) -> None:  # noqa: F8
     union = [i for _, own, _ in results for i in own]
     assert all(ids == union and same for ids, _, same in results)
     assert sorted(union) == sorted({*range(0, 50, 3), *range(2, 50, 3)})
+
+
+def disagree(rank: int, world_size: int) -> list[str]:
+    """Call with arguments that fit on one rank only; return the errors."""
+    module, group = make_module([options(), options()]), dist.group.WORLD
+    module(*bag_per_id([rank, rank])).sum().backward()
+    calls = (
+        # Rows of "b" would pass for rows of "a".
+        lambda: incremental_dump(module, {"model": {"ab"[rank]: 0}}, pg=group),
+        lambda: incremental_dump(module, -rank, pg=group),
+        lambda: incremental_dump(module if rank == 0 else torch.nn.Linear(1, 1), 0, pg=group),
+    )
+    found = []
+    for call in calls:
+        try:
+            call()
+        except (DynamicEmbError, ValueError) as error:
+            found.append(str(error))
+    # The group can be used after it.
+    rows, _ = incremental_dump(module, 0, pg=group)  # type: ignore[misc]
+    assert rows["model"]["a"][0].tolist() == [0, 1]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:model has no dynamic tables")
+def test_c26_ranks_that_disagree_raise_on_all(ranks: RankPool) -> None:  # noqa: F811
+    for tables, threshold, model in ranks.run(2, disagree):
+        assert re.search(r"ranks disagree about the tables: \[\[\('model', 'a', 4.*\[\('model', 'b', 4", tables)
+        assert "score_threshold must be an int >= 0, or map" in threshold and "got -1" in threshold
+        assert "ranks disagree about the tables" in model

@@ -12,6 +12,7 @@ from torch import nn
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Collection, Table, find_collections, tables_of_modules
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
+from dynamicemb.errors import DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy
 
 Thresholds: TypeAlias = int | Mapping[str, Mapping[str, int]]
@@ -45,32 +46,60 @@ def incremental_dump(
         no dynamic tables, with a warning.
 
     Raises:
-        ValueError: ``score_threshold`` is neither.
+        DynamicEmbError: the ranks of ``pg`` name other tables.
+        ValueError: ``score_threshold`` is neither; with ``pg`` on all ranks.
     """
-    if not is_valid_score_threshold(score_threshold):
-        raise ValueError(
-            "score_threshold must be an int >= 0, or map collection paths to tables to ints, got "
-            f"{reprlib.repr(score_threshold)}; a module on its own takes {{table: int}}"
-        )
-    collections = _collections(model)
-    if collections is None:
-        return None
     ranks = None if pg is None else Ranks(pg)
-    if not isinstance(score_threshold, int):
-        _warn_about_unknown(score_threshold, collections)
+
+    def select() -> list[tuple[Table, int]] | None:
+        if not is_valid_score_threshold(score_threshold):
+            raise ValueError(
+                "score_threshold must be an int >= 0, or map collection paths to tables to ints, got "
+                f"{reprlib.repr(score_threshold)}; a module on its own takes {{table: int}}"
+            )
+        collections = _collections(model, stacklevel=4)
+        return None if collections is None else _selected(collections, score_threshold)
+
+    # An error of one rank is one of all: the others would wait for its rows, or take those of another table for them.
+    selected = select() if ranks is None else ranks.each(select)
+    if ranks is not None:
+        _check_agreement(selected, ranks)
+    if selected is None:
+        return None
     rows: dict[str, dict[str, Rows]] = {}
     following: dict[str, dict[str, int]] = {}
+    for table, threshold in selected:
+        found, after = rows_since(table, threshold)
+        rows.setdefault(table.folder, {})[table.name] = found if ranks is None else _gathered(found, ranks, pg)
+        following.setdefault(table.folder, {})[table.name] = after
+    return rows, following
+
+
+def _selected(collections: list[Collection], score_threshold: Thresholds) -> list[tuple[Table, int]]:
+    """Return the tables that have a threshold, and theirs."""
+    if not isinstance(score_threshold, int):
+        _warn_about_unknown(score_threshold, collections)
+    selected = []
     for collection in collections:
         for table in tables_of_modules(collection.modules, collection.path):
             threshold = score_threshold
             if isinstance(threshold, Mapping):
                 threshold = threshold.get(collection.path, {}).get(table.name, -1)
-            if threshold < 0:
-                continue
-            found, after = rows_since(table, threshold)
-            rows.setdefault(collection.path, {})[table.name] = found if ranks is None else _gathered(found, ranks, pg)
-            following.setdefault(collection.path, {})[table.name] = after
-    return rows, following
+            if threshold >= 0:
+                selected.append((table, threshold))
+    return selected
+
+
+def _check_agreement(selected: list[tuple[Table, int]] | None, ranks: Ranks) -> None:
+    """Check that all ranks put the rows of the same tables together.
+
+    Raises:
+        DynamicEmbError: they do not.
+    """
+    tables = [(t.folder, t.name, t.dim, str(t.module.embedding_dtype)) for t, _ in selected or []]
+    of_ranks = ranks.gather(tables)
+    if any(other != of_ranks[0] for other in of_ranks):
+        raise DynamicEmbError(f"incremental_dump: the ranks disagree about the tables: {of_ranks}")
 
 
 def is_valid_score_threshold(score_threshold: object) -> bool:
@@ -149,10 +178,10 @@ def _collection_named(name: str, collections: list[Collection]) -> Collection:
     return found[0]
 
 
-def _collections(model: nn.Module) -> list[Collection] | None:
+def _collections(model: nn.Module, stacklevel: int = 3) -> list[Collection] | None:
     collections = find_collections(model)
     if not collections:
-        warnings.warn("model has no dynamic tables", UserWarning, stacklevel=3)
+        warnings.warn("model has no dynamic tables", UserWarning, stacklevel=stacklevel)
         return None
     return collections
 
@@ -162,7 +191,7 @@ def _warn_about_unknown(thresholds: Mapping[str, Mapping[str, int]], collections
     for path, tables in thresholds.items():
         unknown = [path] if path not in known else [f"{path}/{name}" for name in tables if name not in known[path]]
         for name in unknown:
-            warnings.warn(f"score_threshold names {name!r}, which the model does not have", UserWarning, stacklevel=3)
+            warnings.warn(f"score_threshold names {name!r}, which the model does not have", UserWarning, stacklevel=5)
 
 
 def rows_since(table: Table, threshold: int) -> tuple[Rows, int]:
