@@ -168,12 +168,13 @@ def table_options(table: Table) -> Any:
     )
 
 
-def build(case: Case, world_size: int, **sharder_arguments: Any) -> Any:
-    """Return the model under DistributedModelParallel."""
+def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any) -> Any:
+    """Return the model under DistributedModelParallel, over the ranks of a process group, None for all."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
     from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ShardingEnv
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
@@ -202,8 +203,9 @@ def build(case: Case, world_size: int, **sharder_arguments: Any) -> Any:
     planner = DynamicEmbeddingShardingPlanner(
         configs, topology=Topology(world_size=world_size, compute_device=case.device), constraints=constraints
     )
-    plan = planner.collective_plan(model, sharders)
-    return DistributedModelParallel(model, device=device_of(case), plan=plan, sharders=sharders)
+    plan = planner.collective_plan(model, sharders, pg)
+    env = None if pg is None else ShardingEnv.from_process_group(pg)
+    return DistributedModelParallel(model, env=env, device=device_of(case), plan=plan, sharders=sharders)
 
 
 def device_of(case: Case) -> torch.device:

@@ -315,6 +315,38 @@ def sub_group(rank: int, world_size: int, path: str) -> bool:
     return records(copy, "a").keys() == set(range(rank, 20, 2))
 
 
+def other_ranks(rank: int, world_size: int, path: str) -> None:
+    """A part of the ranks over which a model is sharded, and more than those."""
+    from dynamicemb import DynamicEmbDump, DynamicEmbLoad
+    from dynamicemb.checkpoint.ranks import Ranks
+    from dynamicemb.checkpoint.sources import tables_of_model
+
+    case = case_for("roundrobin")
+    alone = dist.new_group([0])
+    model = make(case, world_size)
+    steps(model, case, rank, range(1))
+    before = held(model)
+    DynamicEmbDump(path, model)
+    if rank == 0:
+        for work in (DynamicEmbDump, DynamicEmbLoad):
+            with pytest.raises(ValueError, match=r"are spread over the ranks \[0, 1\], the process group has \[0\]"):
+                work(path, model, pg=alone)
+        small = make(case, 1, pg=alone)
+        steps(small, case, 0, range(1))
+        with pytest.raises(ValueError, match=r"are spread over the ranks \[0\], the process group has \[0, 1\]"):
+            # Without the other rank, which an error of rank 0 must not wait for.
+            tables_of_model(small, None, Ranks())
+        DynamicEmbDump(f"{path} of one", small, pg=alone)
+        found = held(small)
+        DynamicEmbLoad(f"{path} of one", small, pg=alone)
+        assert {n: set(r) for n, r in held(small).items()} == {n: set(r) for n, r in found.items()} != {}
+    assert held(model) == before
+
+
+def test_c21_ranks_that_are_not_those_of_the_tables_are_refused(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+    ranks.run(2, other_ranks, str(tmp_path / "dump"))
+
+
 def test_c21_a_part_of_the_ranks_dumps_without_the_others(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
     assert ranks.run(3, sub_group, str(tmp_path / "dump")) == [True] * 3
     files = {path.name for path in (tmp_path / "dump" / "model").glob("*emb_keys*")}

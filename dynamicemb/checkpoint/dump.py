@@ -75,7 +75,7 @@ def DynamicEmbDump(
     request, tables = ranks.each(
         lambda: (
             DumpRequest(as_string(path), optim, counter, allow_overwrite, as_chain(base), blocking),
-            tables_of_model(model, table_names),
+            tables_of_model(model, table_names, ranks),
         )
     )
     return dump_tables(request, tables, ranks)

@@ -110,7 +110,7 @@ def DynamicEmbLoad(
     request, tables = ranks.each(
         lambda: (
             LoadRequest(as_paths(path), optim, counter, merge, fresh_scores, table_names is None),
-            tables_of_model(model, table_names),
+            tables_of_model(model, table_names, ranks),
         )
     )
     report = load_tables(request, tables, ranks)

@@ -46,6 +46,11 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("pg: this process is not in the process group; call this on its ranks only")
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """Which ranks of all processes they are, in order."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
     def apart(self) -> "Ranks":
         """Return the same ranks with connections of their own, for another thread; a collective.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamicemb.checkpoint.format import check_folder, check_table_name
+from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
@@ -177,18 +178,24 @@ def get_dynamic_emb_module(model: nn.Module) -> list[BatchedDynamicEmbeddingTabl
     return [module for collection in find_collections(model) for module in collection.modules]
 
 
-def tables_of_model(model: nn.Module, table_names: Mapping[str, Iterable[str]] | None) -> list[Table]:
+def tables_of_model(
+    model: nn.Module, table_names: Mapping[str, Iterable[str]] | None, ranks: Ranks | None = None
+) -> list[Table]:
     """Return the tables of a model that are meant, ordered by folder and name.
 
     Args:
         model: the model.
         table_names: names per collection path; all tables of a collection that is not in it, None is all.
+        ranks: who calls; None asks nobody.
 
     Raises:
         TypeError: ``table_names`` is not a mapping to names.
-        ValueError: it names a collection or table that is not there, or files and folders cannot have such names.
+        ValueError: it names a collection or table that is not there, files and folders cannot have such names, or the
+            tables are spread over other ranks.
     """
     collections = find_collections(model)
+    if ranks is not None:
+        _check_ranks(collections, ranks)
     if not collections:
         warnings.warn(
             "model has no dynamic tables: nothing is dumped or loaded; pass the model after DistributedModelParallel",
@@ -208,6 +215,21 @@ def tables_of_model(model: nn.Module, table_names: Mapping[str, Iterable[str]] |
     if collections:
         _check_files(tables, table_names)
     return tables
+
+
+def _check_ranks(collections: list[Collection], ranks: Ranks) -> None:
+    """Refuse ranks that would find a part of the rows, or put rows where no lookup finds them."""
+    for collection in collections:
+        if isinstance(collection.module, BatchedDynamicEmbeddingTablesV2):
+            # Whoever has it routes ids as they like.
+            continue
+        module: Any = collection.module
+        spread = module.state_dict_ranks().global_ranks
+        if spread != ranks.global_ranks:
+            raise ValueError(
+                f"pg: the tables of {collection.path} are spread over the ranks {spread}, the process group has "
+                f"{ranks.global_ranks}; pass the process group over which the model is sharded, all of whose ranks call"
+            )
 
 
 def tables_of_module(module: BatchedDynamicEmbeddingTablesV2, table_names: Iterable[str] | None) -> list[Table]:
