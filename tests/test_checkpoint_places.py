@@ -10,6 +10,8 @@ import torch
 
 from dynamicemb import DynamicEmbDump
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.checkpoint.inspection.collect import Inspection, NoDumpError
+from dynamicemb.checkpoint.io import DISK
 from tests.checkpoints import records
 from tests.lookups import bag_per_id, make_module, options
 
@@ -138,3 +140,18 @@ def test_c21_errors_of_the_disk_name_the_file(tmp_path: Path, monkeypatch: pytes
             with pytest.raises(OSError) as caught:
                 work()
         assert str(caught.value).startswith(f"[Errno 28] No space left on device: '{tmp_path}"), name
+
+
+def test_c21_an_unfinished_dump_is_named_and_not_read(tmp_path: Path) -> None:
+    module = small(1)
+    module.dump(tmp_path / "d")
+    (tmp_path / "d" / "manifest.json").unlink()
+    unfinished = (tmp_path / "d").rename(tmp_path / ".d.dynamicemb-writing")
+    with pytest.raises(FileNotFoundError, match=f"there is no dump in .*; one is being written, .*: '{unfinished}'"):
+        module.load(tmp_path / "d")
+    with pytest.raises(FileNotFoundError, match="is a dump that is being written, or was not finished"):
+        module.load(unfinished)
+    assert set(records(module, "a")) == {1}
+    for place in (tmp_path / "d", unfinished):
+        with pytest.raises(NoDumpError, match="being written, or was not finished"):
+            Inspection.open([str(place)], [], DISK)

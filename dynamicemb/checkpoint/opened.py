@@ -29,7 +29,7 @@ from dynamicemb.checkpoint.format import (
 )
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
 from dynamicemb.checkpoint.reader import read_file
-from dynamicemb.checkpoint.target import Target
+from dynamicemb.checkpoint.target import Target, is_unfinished
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.optimizer import get_optimizer_state_dim
 
@@ -165,9 +165,13 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
     """
     root = disk.real_path(path)
     if not disk.entries(root):
-        previous = Target(path, disk).previous
+        target = Target(path, disk)
+        previous = target.previous
         if disk.size(join(previous, MANIFEST)) < 0:
-            raise FileNotFoundError(f"there is no dump in {path!r}")
+            message = f"there is no dump in {path!r}"
+            if disk.entries(target.writing):
+                message += f"; one is being written, or was not finished: {target.writing!r}"
+            raise FileNotFoundError(message)
         warnings.warn(
             f"{path!r} was being replaced when its writer was stopped; the dump before is read from {previous!r}",
             UserWarning,
@@ -184,6 +188,8 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
             if folder and folder not in manifest.collections:
                 continue
             return OpenedDump(path, candidate, folder, manifest)
+    if is_unfinished(root):
+        raise FileNotFoundError(f"{path!r} is a dump that is being written, or was not finished; load another one")
     warnings.warn(
         f"dump {path!r} has no {MANIFEST}, as those of the reference implementation: only the sizes of its files can "
         "be checked",

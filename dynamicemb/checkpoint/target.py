@@ -19,6 +19,13 @@ _WRITING = ".{}.dynamicemb-writing"
 _PREVIOUS = ".{}.dynamicemb-previous"
 
 
+def is_unfinished(path: str) -> bool:
+    """Return whether a folder has the name of one that is written into."""
+    before, after = _WRITING.split("{}")
+    name = base_name(path)
+    return name.startswith(before) and name.endswith(after)
+
+
 class Target:
     """The place of a dump. Its methods are for one rank.
 

@@ -162,7 +162,9 @@ def _opened(path: str, disk: FileSystem) -> OneDump:
         warnings.simplefilter("always")
         try:
             dump = find_dump(path, disk)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError as error:
+            raise NoDumpError(str(error)) from None
+        except NotADirectoryError:
             raise NoDumpError(f"there is no dump in {path!r}") from None
         except CheckpointCorruptError as error:
             if base_name(str(error.path)) == MANIFEST and not _has_files(path, disk):
