@@ -24,6 +24,9 @@ _INTERPRETED_PROGRAMS = 2
 # no other kernel gains by a limit of 32 to 96.
 FULL_PROCESSOR = 64
 
+# Looked up for every argument of every launch.
+_Tensor = torch.Tensor
+
 # Kernels compiled for pointers that are all multiples of this many bytes.
 _ALIGNMENT = 16
 # By kernel (``id``, as hashing a kernel takes longer than finding it), device, constants and options.
@@ -110,7 +113,7 @@ def launch(
             launch(kernel, grid, args, constants, **options)
         return
     # A tensor is recognized by its class; what is left are integers, and subclasses of tensors.
-    words = [arg.data_ptr() if arg.__class__ is torch.Tensor or not isinstance(arg, int) else arg for arg in args]
+    words = [arg.data_ptr() if arg.__class__ is _Tensor or not isinstance(arg, int) else arg for arg in args]
     pointers_of = _pointers_of.get(id(kernel)) or _find_pointers(kernel, args)
     pointers = 0
     for pointer in pointers_of(words):
