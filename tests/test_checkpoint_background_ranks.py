@@ -184,6 +184,40 @@ def test_c21_a_dump_outlives_the_process_group(tmp_path: Path) -> None:
         pool.close()
 
 
+def turn_warnings_into_errors(rank: int, world_size: int, path: str) -> list[str]:
+    """Let rank 0 hear of an error that rank 1 has not heard of, and load counts into tables without a counter."""
+    from dynamicemb import FrequencyAdmissionStrategy, KVCounter
+    from tests.lookups import bag_per_id, make_module, options
+
+    module = make_module([options()])
+    module(*bag_per_id(range(rank, 20, 2))).sum().backward()
+    state = module.state_dict()
+    counting = make_module([options(admit_strategy=FrequencyAdmissionStrategy(2), admission_counter=KVCounter(64, 16))])
+    Path(path).mkdir(exist_ok=True)
+    Path(path, "thesis.tex").touch()
+    messages = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = module.dump(path, blocking=False)
+        if rank == 0:
+            with pytest.raises(FileExistsError):
+                handle.wait()
+        for work in (lambda: module.dump(path), lambda: counting.load_state_dict(state)):
+            try:
+                work()
+            except Warning as warning:
+                messages.append(str(warning))
+    # The group can be used after it.
+    module.dump(f"{path}/folder/dump")
+    return messages
+
+
+def test_c21_a_warning_that_is_an_error_is_one_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+    for unheard, counts in ranks.run(2, turn_warnings_into_errors, str(tmp_path / "dump")):
+        assert "failed in the background, and nobody waited for it" in unheard
+        assert "has no admission counts" in counts
+
+
 class NoThreads(threading.Thread):
     def start(self) -> None:
         raise RuntimeError("can't start new thread")

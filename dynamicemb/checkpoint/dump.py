@@ -98,7 +98,8 @@ class DumpRequest:
 
 def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK) -> DumpHandle | None:
     """Write tables, in the same order on all ranks; returns a handle if the request is not to block."""
-    settle()
+    # Warnings that are errors are those of all ranks.
+    ranks.each(settle)
     if any(ranks.gather(bool(tables))):
         ranks.each(lambda: _check(tables, request, ranks))
         marks = ranks.each(lambda: marks_of(tables, request.base))

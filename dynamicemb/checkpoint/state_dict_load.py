@@ -100,6 +100,7 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
     """
     found = ranks.each(lambda: [_Found.create(*pair, ranks) for pair in zip(tables, entries, strict=True)])
     _check(found, ranks)
+    ranks.on_first(lambda: _warn_about_counts(found))
     now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
     for table in tables:
         adopt_clock(table.group, now)
@@ -141,20 +142,20 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
     for p, part in enumerate(found):
         _check_sizes(part, [of_rank[2][p] for of_rank in gathered])
         _check_ids(part, [of_rank[3][p] for of_rank in gathered])
-        if ranks.rank == 0:
-            _warn_about_counts(part)
 
 
-def _warn_about_counts(part: _Found) -> None:
+def _warn_about_counts(found: list[_Found]) -> None:
     """Say that what was counted for admission is not loaded."""
-    table, has = part.table, part.description.entry.has_counter
-    if table.has_counter and not has:
-        lack = "the state_dict has no admission counts, which begin anew"
-    elif part.description.num_counts and not table.has_counter:
-        lack = f"the state_dict has admission counts of {part.description.num_counts} ids, but the table has no counter"
-    else:
-        return
-    warnings.warn(f"table {table}: {lack}", UserWarning, stacklevel=2)
+    for part in found:
+        table, has = part.table, part.description.entry.has_counter
+        if table.has_counter and not has:
+            lack = "the state_dict has no admission counts, which begin anew"
+        elif part.description.num_counts and not table.has_counter:
+            number = part.description.num_counts
+            lack = f"the state_dict has admission counts of {number} ids, but the table has no counter"
+        else:
+            continue
+        warnings.warn(f"table {table}: {lack}", UserWarning, stacklevel=2)
 
 
 def _check_sizes(part: _Found, sizes: list[dict[str, torch.Size]]) -> None:
