@@ -3,13 +3,14 @@
 import abc
 import enum
 import math
-import warnings
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
+
+from dynamicemb.warn import warn
 
 KEY_TYPE = torch.int64
 EMBEDDING_TYPE = torch.float32
@@ -78,10 +79,8 @@ class DynamicEmbInitializerArgs:
         idle = [n for n in defaults if n != "mode" and n not in relevant and getattr(self, n) != defaults[n]]
         if idle:
             given = ", ".join(f"{name}={getattr(self, name)}" for name in idle)
-            warnings.warn(
+            warn(
                 f"initializer mode {self.mode.name} ignores {given}; it reads {', '.join(relevant) or 'nothing'}",
-                UserWarning,
-                stacklevel=3,
             )
 
     def validate(self) -> None:

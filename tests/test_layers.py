@@ -114,6 +114,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
                 found.append(f"{module}:{node.lineno} calls {dotted(node.func)}: table/ knows no files")
             elif isinstance(node, ast.Attribute) and is_inside(dotted(node), "torch.autograd"):
                 found.append(f"{module}:{node.lineno} uses {dotted(node)}: table/ knows no autograd")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "warnings.warn":
+            found.append(f"{module}:{node.lineno} calls warnings.warn: warn.warn finds the line of the user")
     if level == TOP:
         lines = only_hands_on_names(tree)
         found += [f"{module}:{line} defines something: a root module only hands on names" for line in lines]
@@ -158,6 +161,7 @@ def test_every_folder_has_a_layer() -> None:
         ("dynamicemb.table.rows", "import os"),
         ("dynamicemb.table.rows", "import torch\ntorch.save({}, 'x')"),
         ("dynamicemb.table.rows", "data = open('x').read()"),
+        ("dynamicemb.table.rows", "import warnings\nwarnings.warn('x', stacklevel=3)"),
         ("dynamicemb.embedding.module", "import torchrec"),
         ("dynamicemb.embedding.module", "from torchrec.distributed import types"),
         ("dynamicemb.embedding.module", "import importlib\nimportlib.import_module('torchrec')"),
@@ -183,6 +187,7 @@ def test_the_rules_catch_a_bad_module(module: str, source: str) -> None:
         ("dynamicemb.embedding.module", "import torch\nclass F(torch.autograd.Function): pass"),
         ("dynamicemb.table.cpu.find", "from .. import layout\nfrom ...types import X\nfrom dynamicemb import types"),
         ("dynamicemb.optimizer", "from .types import X\nimport fbgemm_gpu"),
+        ("dynamicemb.warn", "import warnings\nwarnings.warn_explicit('x', UserWarning, 'f', 1)"),
         ("dynamicemb.planner", '"""Names."""\nfrom .sharding.planner import X\n\n__all__ = ["X"]'),
         ("dynamicemb", "def __getattr__(name):\n    from .sharding import planner\n    return getattr(planner, name)"),
         ("dynamicemb.table.rows", "import torch\ntensor.open = 1\nindex.open_slots()"),

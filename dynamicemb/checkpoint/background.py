@@ -3,10 +3,10 @@
 import atexit
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterable
 
 from dynamicemb.checkpoint.io import FileSystem, parent_of
+from dynamicemb.warn import warn
 
 
 class DumpHandle:
@@ -86,7 +86,7 @@ class DumpHandle:
         if self._error is not None and not self._told:
             self._told = True
             message = f"the dump to {self._path!r} failed in the background, and nobody waited for it: {self._error!r}"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warn(message, RuntimeWarning)
 
 
 _latest: DumpHandle | None = None

@@ -4,7 +4,6 @@ import logging
 import socket
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from dynamicemb.checkpoint.writing import Writing
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.host_memory import available_host_memory
 from dynamicemb.table.touched import Mark
+from dynamicemb.warn import warn
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
     for table in tables:
         check_routing_known(table, ranks.world_size)
     if request.counter and ranks.rank == 0 and not any(table.has_counter for table in tables):
-        warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=4)
+        warn("counter=True has no effect: no table has an admission counter")
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,12 @@ def _write_now(dump: _Dump) -> None:
     with tqdm(total=rows, desc="dump", unit=" rows", disable=disable) as progress:
         replaced = dump.write(dump.ranks, contents(), progress.update)
     dump.mark(next_steps)
-    _warn_if(replaced, dump, stacklevel=5)
+    _warn_if(replaced, dump)
 
 
-def _warn_if(replaced: bool, dump: _Dump, stacklevel: int) -> None:
+def _warn_if(replaced: bool, dump: _Dump) -> None:
     if replaced and dump.ranks.rank == 0:
-        warnings.warn(f"the dump in {dump.request.path!r} is replaced", UserWarning, stacklevel=stacklevel)
+        warn(f"the dump in {dump.request.path!r} is replaced")
 
 
 def _write_in_background(dump: _Dump) -> DumpHandle:
@@ -247,7 +247,7 @@ def _write_in_background(dump: _Dump) -> DumpHandle:
             answered.wait()
             if not all_started:
                 return
-            _warn_if(dump.write(ranks, waiting, advance), dump, stacklevel=2)
+            _warn_if(dump.write(ranks, waiting, advance), dump)
         except BaseException:
             _restore_marks(dump.tables, marks, before)
             raise

@@ -1,7 +1,6 @@
 """Rows that changed since a score, as tensors: ``incremental_dump``, and the scores of a whole model."""
 
 import reprlib
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from dynamicemb.checkpoint.sources import Collection, Table, find_collections, t
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy
+from dynamicemb.warn import warn
 
 Thresholds: TypeAlias = int | Mapping[str, Mapping[str, int]]
 Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -57,7 +57,7 @@ def incremental_dump(
                 "score_threshold must be an int >= 0, or map collection paths to tables to ints, got "
                 f"{reprlib.repr(score_threshold)}; a module on its own takes {{table: int}}"
             )
-        collections = _collections(model, stacklevel=4)
+        collections = _collections(model)
         return None if collections is None else _selected(collections, score_threshold)
 
     # An error of one rank is one of all: the others would wait for its rows, or take those of another table for them.
@@ -178,10 +178,10 @@ def _collection_named(name: str, collections: list[Collection]) -> Collection:
     return found[0]
 
 
-def _collections(model: nn.Module, stacklevel: int = 3) -> list[Collection] | None:
+def _collections(model: nn.Module) -> list[Collection] | None:
     collections = find_collections(model)
     if not collections:
-        warnings.warn("model has no dynamic tables", UserWarning, stacklevel=stacklevel)
+        warn("model has no dynamic tables")
         return None
     return collections
 
@@ -191,7 +191,7 @@ def _warn_about_unknown(thresholds: Mapping[str, Mapping[str, int]], collections
     for path, tables in thresholds.items():
         unknown = [path] if path not in known else [f"{path}/{name}" for name in tables if name not in known[path]]
         for name in unknown:
-            warnings.warn(f"score_threshold names {name!r}, which the model does not have", UserWarning, stacklevel=5)
+            warn(f"score_threshold names {name!r}, which the model does not have")
 
 
 def rows_since(table: Table, threshold: int) -> tuple[Rows, int]:

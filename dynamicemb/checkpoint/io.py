@@ -26,7 +26,7 @@ def as_string(path: AnyPath) -> str:
         ValueError: it is one that no file system has: empty, a URL, or of a shell.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be a string or a path, got {path!r}")
+        raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
     found = str(os.fspath(path))
     if not found:
         raise ValueError("path is empty; the current folder is '.'")

@@ -1,6 +1,5 @@
 """Read tables back: check everything, then fill the tables, whatever the ranks and the routing were."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from dynamicemb.table.import_counts import CountImport
 from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
 from dynamicemb.table.import_step import check_importable
 from dynamicemb.table.touched import Mark, next_change
+from dynamicemb.warn import warn
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,8 @@ def _open(request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSys
         wanted = {(table.folder or dumps[-1].folder, table.name) for table in tables}
         others = sorted(dumps[-1].stored_table_names(disk) - wanted)
         if others:
-            warnings.warn(
+            warn(
                 f"dump {dumps[-1].path!r} also holds {[inside(*o) for o in others]}, which the model does not have",
-                UserWarning,
-                stacklevel=5,
             )
     return dumps
 
@@ -192,13 +190,11 @@ def _check(request: LoadRequest, tables: list[Table], stored: list[list[Stored]]
 def _warn_of_missing_counts(tables: list[Table], stored: list[list[Stored]]) -> None:
     counted = [(table, parts[-1]) for table, parts in zip(tables, stored, strict=True) if table.has_counter]
     if not counted:
-        warnings.warn("counter=True has no effect: no table has an admission counter", UserWarning, stacklevel=6)
+        warn("counter=True has no effect: no table has an admission counter")
     for table, part in counted:
         if part.num_counts is None:
-            warnings.warn(
+            warn(
                 f"table {table}: the dump has no admission counts; write it with counter=True",
-                UserWarning,
-                stacklevel=6,
             )
 
 
@@ -274,17 +270,13 @@ def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Rank
         report = TableReport(*(sum(numbers) for numbers in zip(*map(astuple, parts), strict=True)))
         result.setdefault(table.folder, {})[table.name] = report
         if report.num_lost and ranks.rank == 0:
-            warnings.warn(
+            warn(
                 f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
                 "the lowest scores; raise max_capacity (with a planner num_embeddings) to keep them",
-                UserWarning,
-                stacklevel=4,
             )
         if report.num_counts_lost and ranks.rank == 0:
-            warnings.warn(
+            warn(
                 f"table {table}: {report.num_counts_lost} ids that were not admitted yet found no place in the "
                 "counter, the ones with the lowest counts; raise the capacity of its KVCounter to keep them",
-                UserWarning,
-                stacklevel=4,
             )
     return result

@@ -1,7 +1,6 @@
 """A dump as it lies on the disk: what is there, and whether it is all that should be there."""
 
 import json
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,7 @@ from dynamicemb.checkpoint.reader import read_file
 from dynamicemb.checkpoint.target import Target, is_unfinished
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.optimizer import get_optimizer_state_dim
+from dynamicemb.warn import warn
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,8 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
             if disk.entries(target.writing):
                 message += f"; one is being written, or was not finished: {target.writing!r}"
             raise FileNotFoundError(message)
-        warnings.warn(
+        warn(
             f"{path!r} was being replaced when its writer was stopped; the dump before is read from {previous!r}",
-            UserWarning,
-            stacklevel=6,
         )
         root = previous
     for candidate, folder in ((root, ""), (parent_of(root), base_name(root))):
@@ -190,11 +188,9 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
             return OpenedDump(path, candidate, folder, manifest)
     if is_unfinished(root):
         raise FileNotFoundError(f"{path!r} is a dump that is being written, or was not finished; load another one")
-    warnings.warn(
+    warn(
         f"dump {path!r} has no {MANIFEST}, as those of the reference implementation: only the sizes of its files can "
         "be checked",
-        UserWarning,
-        stacklevel=6,
     )
     return OpenedDump(path, root, "", None)
 

@@ -1,13 +1,12 @@
 """What a dump says about a table beside its rows: whether it fits, and what the table adopts."""
 
-import warnings
-
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.verify import check_true_ids
 from dynamicemb.optimizer import saved_iterations
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy
 from dynamicemb.table.import_rows import adopt_initial_state, adopt_score, adopt_seed, adopt_updates
+from dynamicemb.warn import warn
 
 
 def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bool, report: bool) -> None:
@@ -68,10 +67,8 @@ def _check_optimizer(table: Table, stored: Stored, report: bool) -> None:
         except ValueError as error:
             raise ValueError(f"table {table}: {error}; load with optim=False to begin with fresh state") from None
     if stored.num_state <= 0 and table.num_state > 0 and report:
-        warnings.warn(
+        warn(
             f"table {table}: the dump has no optimizer state; rows begin with the initial state of {name}",
-            UserWarning,
-            stacklevel=6,
         )
 
 

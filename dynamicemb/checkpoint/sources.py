@@ -1,6 +1,5 @@
 """Tables of a model, found without knowing TorchRec, and what their files are called."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from dynamicemb.table.index import Index
 from dynamicemb.table.ownership import CONTINUOUS, owner_of
 from dynamicemb.table.rows import RowFormat
 from dynamicemb.types import Counter
+from dynamicemb.warn import warn
 
 # A sharded collection lists the modules that hold its dynamic tables under this name, and under the other one how many
 # rows each table has over all ranks.
@@ -197,10 +197,8 @@ def tables_of_model(
     if ranks is not None:
         _check_ranks(collections, ranks)
     if not collections:
-        warnings.warn(
+        warn(
             "model has no dynamic tables: nothing is dumped or loaded; pass the model after DistributedModelParallel",
-            UserWarning,
-            stacklevel=3,
         )
     if table_names is not None and not isinstance(table_names, Mapping):
         raise TypeError(f"table_names must map collection paths to lists of tables, got {table_names!r}")
@@ -247,10 +245,8 @@ def tables_of_module(module: BatchedDynamicEmbeddingTablesV2, table_names: Itera
 def _check_files(tables: list[Table], table_names: Any) -> None:
     """Check that there are tables to dump or load, and that files and folders may have their names."""
     if not tables:
-        warnings.warn(
+        warn(
             f"table_names {table_names!r} names no table: nothing is dumped or loaded; None means all tables",
-            UserWarning,
-            stacklevel=4,
         )
     for table in tables:
         check_folder(table.folder)

@@ -1,6 +1,5 @@
 """Fill tables from a state_dict, whatever part of the rows each rank has."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from dynamicemb.checkpoint.state_dict_shards import local_rows, ranks_of
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
 from dynamicemb.table.import_step import check_importable
+from dynamicemb.warn import warn
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def _warn_about_counts(found: list[_Found]) -> None:
             lack = f"the state_dict has admission counts of {number} ids, but the table has no counter"
         else:
             continue
-        warnings.warn(f"table {table}: {lack}", UserWarning, stacklevel=2)
+        warn(f"table {table}: {lack}")
 
 
 def _check_sizes(part: _Found, sizes: list[dict[str, torch.Size]]) -> None:

@@ -1,6 +1,5 @@
 """Modules whose ``state_dict`` holds the rows of their dynamic tables."""
 
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +10,7 @@ from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.state_dict import ENTRIES, TABLE, entries_of, rows_are_left_out
 from dynamicemb.checkpoint.state_dict_load import load_tables_state
 from dynamicemb.checkpoint.state_dict_save import state_of_tables
+from dynamicemb.warn import warn
 
 
 class RowsInStateDict:
@@ -85,9 +85,7 @@ def _taken(state_dict: Any, prefix: str) -> dict[str, Any]:
 
 def _warn(absent: list[str], prefix: str) -> None:
     paths = [prefix + path for path in absent]
-    warnings.warn(
+    warn(
         f"load_state_dict: the state_dict holds no rows of dynamic tables {paths}, which stay as they are ({TABLE!r} "
         "and the entries beside it are missing); load a dump with DynamicEmbLoad, or a checkpoint with these entries",
-        UserWarning,
-        stacklevel=4,
     )

@@ -1,6 +1,5 @@
 """Loading rows with ``torch.distributed.checkpoint``, which by itself only fills tensors of the size that was saved."""
 
-import warnings
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dynamicemb.checkpoint.state_dict import IDS, TABLE, TENSORS
 from dynamicemb.checkpoint.state_dict_shards import evenly_sharded, ranks_of
+from dynamicemb.warn import warn
 
 
 class DynamicEmbLoadPlanner(DefaultLoadPlanner):
@@ -53,10 +53,8 @@ class DynamicEmbLoadPlanner(DefaultLoadPlanner):
         if path + TABLE not in saved:
             # Without allow_partial_load the keys that are missing are an error.
             if self.allow_partial_load:
-                warnings.warn(
+                warn(
                     f"the checkpoint holds no rows of {path.rstrip('.')!r}: the table stays as it is",
-                    UserWarning,
-                    stacklevel=2,
                 )
             return
         self._holds_rows = True

@@ -1,6 +1,5 @@
 """Tables that grow: when, and how far. ``relocation`` moves their index entries."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from dynamicemb.table.relocation import grow
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stats import CounterReader, occurrences_of, size_of
 from dynamicemb.table.steps import StepTracker
+from dynamicemb.warn import warn
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,9 @@ class Growth:
         remedy = "Use more ranks, a smaller embedding_dtype, or an optimizer with less state"
         if not self._unlimited[table]:
             remedy = "Lower max_capacity, use a smaller embedding_dtype, or more ranks"
-        warnings.warn(
+        warn(
             f"table {self._names[table]!r} cannot grow beyond {capacity} rows ({message}); from now on it evicts ids. "
             f"{remedy}",
-            UserWarning,
-            stacklevel=2,
         )
 
     def warn_of_crowding(self, table: int) -> None:
@@ -155,12 +153,10 @@ class Growth:
         if table in self._warned_of_crowding:
             return
         self._warned_of_crowding.add(table)
-        warnings.warn(
+        warn(
             f"table {self._names[table]!r}: so many ids share a bucket that growth does not part them, which does not "
             "happen by chance; in such buckets new ids replace the oldest. Where do these ids come from? Another "
             "bucket_capacity does not help against ids that were chosen to collide",
-            UserWarning,
-            stacklevel=2,
         )
 
 
