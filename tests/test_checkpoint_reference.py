@@ -1,7 +1,9 @@
 """Dumps of the reference implementation load here, and ours without their manifest obey its format."""
 
+import json
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from tests.checkpoints import load_quietly, read_reference_files, records, shift_between, train, without_scores
+from tests.lookups import bag_per_id, make_module, options
 from tests.ranks import RankPool, ranks  # noqa: F401
 
 DUMPS = Path(__file__).parent / "data" / "reference_dumps"
@@ -286,3 +289,78 @@ def test_c03_an_empty_foreign_dump_loads(tmp_path: Path) -> None:
         module(torch.tensor([1]), torch.tensor([0, 1])).sum().backward()
         load_quietly(module, tmp_path / "d", optim=True)
         assert records(module, "a") == {}
+
+
+STEPS = (DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED)
+
+
+def scored(strategy: DynamicEmbScoreStrategy, *ids: int) -> Any:
+    module = make_module([options(score_strategy=strategy)], optimizer="adam")
+    if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
+        module.set_score({"a": 7})
+    module(*bag_per_id(ids)).sum().backward()
+    return module
+
+
+@pytest.mark.parametrize("strategy", STEPS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("step_score", value) for value in (None, -1, "abc", 1.5, True, [], float("inf"))),
+        *(("iters", value) for value in (None, 2**63, float("inf"), [])),
+        *(("lr", value) for value in (None, "abc", 10**400)),
+    ],
+)
+def test_c22_numbers_that_cannot_be_are_refused_before_a_table_changes(
+    tmp_path: Path, strategy: DynamicEmbScoreStrategy, name: str, value: Any
+) -> None:
+    written, module = scored(strategy, 1, 2), scored(strategy, 5)
+    written.dump(tmp_path / "d", optim=True)
+    (tmp_path / "d" / "manifest.json").unlink()
+    meta = tmp_path / "d" / "a_opt_args.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {name: value}))
+    before, number = records(module, "a"), module.get_score()
+    with pytest.raises(ValueError, match="table a: "):
+        load_quietly(module, tmp_path / "d", optim=True)
+    state = written.state_dict()
+    described = json.loads(state["dynamic_tables.a.dynamic_table"])
+    described["meta"][name] = value
+    if name == "iters":
+        described["entry"]["updates"] = 2**63
+    state["dynamic_tables.a.dynamic_table"] = json.dumps(described)
+    with pytest.raises(ValueError, match="table a: "):
+        module.load_state_dict(state)
+    assert records(module, "a") == before and module.get_score() == number
+
+
+@pytest.mark.parametrize("strategy", STEPS)
+def test_c24_unsigned_steps_and_custom_scores_end_where_ours_do(
+    tmp_path: Path, strategy: DynamicEmbScoreStrategy
+) -> None:
+    scored(strategy, 1, 2).dump(tmp_path / "d", optim=True)
+    (tmp_path / "d" / "manifest.json").unlink()
+    meta = tmp_path / "d" / "a_opt_args.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"step_score": 2**64 - 1}))
+    module = scored(strategy, 5)
+    load_quietly(module, tmp_path / "d", optim=True)
+    assert records(module, "a").keys() == {1, 2} and module.get_score() == {"a": 2**63 - 1}
+
+
+@pytest.mark.parametrize("written", [*STEPS, DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU])
+@pytest.mark.parametrize("strategy", STEPS)
+def test_c10_with_fresh_scores_steps_and_custom_scores_go_on(
+    tmp_path: Path, strategy: DynamicEmbScoreStrategy, written: DynamicEmbScoreStrategy
+) -> None:
+    scored(written, 1, 2).dump(tmp_path / "d")
+    module = scored(strategy, 5)
+    for _ in range(5):
+        module(*bag_per_id([5]))
+    number = module.get_score()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.load(tmp_path / "d", fresh_scores=True)
+    assert module.get_score() == number
+    module(*bag_per_id([9]))
+    scores = {i: score for i, (_, _, (score,)) in records(module, "a").items()}
+    # What is touched after the load is not the first to go.
+    assert scores.keys() == {1, 2, 9} and scores[9] >= max(scores[1], scores[2]) > 0

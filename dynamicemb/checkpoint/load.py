@@ -139,7 +139,8 @@ def load_tables(
     conversion = Conversion(now, request.optim, request.fresh_scores, verified.newest)
     try:
         reports = ranks.together(lambda: _import(request, tables, stored, verified, conversion, ranks, disk))
-        ranks.each(lambda: adopt_settings(tables, [parts[-1] for parts in stored], request.optim, request.merge))
+        last = [parts[-1] for parts in stored]
+        ranks.each(lambda: adopt_settings(tables, last, request.optim, request.merge, request.fresh_scores))
     except BaseException:
         for table in tables:
             clear(table.group, table.index)

@@ -1,11 +1,14 @@
 """What a dump says about a table beside its rows: whether it fits, and what the table adopts."""
 
+from dataclasses import replace
+
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.verify import check_true_ids
-from dynamicemb.optimizer import saved_iterations
+from dynamicemb.optimizer import OptimizerSpec, saved_iterations
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy
 from dynamicemb.table.import_rows import adopt_initial_state, adopt_score, adopt_seed, adopt_updates
+from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.warn import warn
 
 
@@ -31,6 +34,7 @@ def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bo
     check_true_ids(table, stored)
     if not fresh_scores:
         _check_scores(table, stored)
+        _step_score(table, stored)
     if optim:
         _check_optimizer(table, stored, report)
 
@@ -63,8 +67,9 @@ def _check_optimizer(table: Table, stored: Stored, report: bool) -> None:
     if "opt_type" in stored.meta:
         # Raises where the optimizer or one of its numbers is another one, or missing.
         try:
-            table.module.optimizer.updated(stored.meta)
-        except ValueError as error:
+            _spec(table, stored)
+            _updates(stored)
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"table {table}: {error}; load with optim=False to begin with fresh state") from None
     if stored.num_state <= 0 and table.num_state > 0 and report:
         warn(
@@ -72,29 +77,62 @@ def _check_optimizer(table: Table, stored: Stored, report: bool) -> None:
         )
 
 
+def _spec(table: Table, stored: Stored) -> OptimizerSpec:
+    """Return the optimizer with the numbers of the dump, which may be any in JSON.
+
+    Raises:
+        TypeError, ValueError, OverflowError: they are not those of this optimizer, or no numbers for it.
+    """
+    spec = table.module.optimizer_spec.updated(stored.meta)
+    initial = float(spec.initial_accumulator_value)
+    return replace(spec, learning_rate=float(spec.learning_rate), initial_accumulator_value=initial)
+
+
+def _updates(stored: Stored) -> int:
+    """Return the optimizer's step count in the dump.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is no such number.
+    """
+    updates = saved_iterations(stored.meta) if stored.entry is None else stored.entry.updates
+    if not 0 <= updates <= MAX_SCORE:
+        raise ValueError(f"the optimizer's step count in the dump must be in 0..{MAX_SCORE}, got {updates}")
+    return updates
+
+
+def _step_score(table: Table, stored: Stored) -> int:
+    """Return the number that the next step of a STEP table has, or the custom score; 0 where the dump does not tell.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    value = stored.meta.get("step_score", 0)
+    if table.strategy not in (DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED):
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"table {table}: step_score of the dump must be an integer from 0 on, got {value!r}")
+    # An unsigned number; ours end before the sign.
+    return min(value, MAX_SCORE)
+
+
 def initial_state(table: Table, stored: Stored, optim: bool) -> float:
     """Return what optimizer state starts at: with ``optim``, as the dump's optimizer has it."""
     spec = table.module.optimizer
     if optim and "opt_type" in stored.meta:
-        spec = spec.updated(stored.meta)
+        spec = _spec(table, stored)
     return spec.initial_accumulator_value
 
 
-def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge: bool) -> None:
+def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge: bool, fresh_scores: bool) -> None:
     """Make loaded tables go on as the dumped ones would have.
 
-    Steps and custom scores go on; seeds, so that ids to come begin as they would have; with ``optim``, the optimizer's
-    numbers and step count.
-
-    Raises:
-        ValueError: tables of one module were trained with different settings.
+    Steps and custom scores go on, unless scores are fresh; seeds, so that ids to come begin as they would have; with
+    ``optim``, the optimizer's numbers and step count.
     """
     updates: dict[int, int] = {}
     for table, part in zip(tables, stored, strict=True):
-        if table.strategy is DynamicEmbScoreStrategy.STEP:
-            adopt_score(table.group, table.index, int(part.meta.get("step_score", 1)) - 1, merge)
-        elif table.strategy is DynamicEmbScoreStrategy.CUSTOMIZED and int(part.meta.get("step_score", 0)) > 0:
-            table.module.set_score({table.name: int(part.meta["step_score"])})
+        if not fresh_scores:
+            _adopt_score(table, part, merge)
         if part.entry is not None and not merge:
             adopt_seed(table.group, table.index, part.entry.seed)
         if optim and "opt_type" in part.meta:
@@ -103,12 +141,20 @@ def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge
             updates[id(table.group)] = _adopt_optimizer(table, part, seen, merge)
 
 
+def _adopt_score(table: Table, stored: Stored, merge: bool) -> None:
+    reached = _step_score(table, stored)
+    if table.strategy is DynamicEmbScoreStrategy.STEP:
+        adopt_score(table.group, table.index, max(1, reached) - 1, merge)
+    elif reached > 0:
+        table.module.set_score({table.name: reached})
+
+
 def _adopt_optimizer(table: Table, stored: Stored, seen: int, merge: bool) -> int:
     """Adopt numbers and step count, at least ``seen``; returns the count."""
     module = table.module
-    module.optimizer_spec = module.optimizer_spec.updated(stored.meta)
+    module.optimizer_spec = _spec(table, stored)
     module.set_learning_rate(module.optimizer_spec.learning_rate)
     adopt_initial_state(module.tables, module.optimizer_spec.initial_accumulator_value)
-    updates = saved_iterations(stored.meta) if stored.entry is None else stored.entry.updates
-    adopt_updates(module.tables, max(seen, updates), merge)
-    return max(seen, updates)
+    updates = max(seen, _updates(stored))
+    adopt_updates(module.tables, updates, merge)
+    return updates

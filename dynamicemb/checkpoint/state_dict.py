@@ -28,6 +28,7 @@ from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.ownership import fmix64
+from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.version import __version__
 
 STATE_VERSION = 1
@@ -135,6 +136,8 @@ class Description:
                 )
             entry: TableEntry = typed(TableEntry, values["entry"], "entry")
             clock, *sums = (typed(int, values[name], name) for name in ("clock", "ids_sum", "counter_ids_sum"))
+            if not 0 <= clock <= MAX_SCORE:
+                raise ValueError(f"clock is {clock}")
             return cls(clock, entry, dict(values["meta"]), *sums)
         except (TypeError, ValueError, KeyError) as error:
             raise DynamicEmbError(f"table {table}: entry {TABLE!r} of the state_dict is damaged: {error!r}") from None

@@ -107,7 +107,8 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
     conversion = Conversion(now, with_state=True, fresh_scores=False, newest={})
     try:
         reports = [_import(part, conversion, ranks) for part in found]
-        ranks.each(lambda: adopt_settings(tables, [part.stored for part in found], optim=True, merge=False))
+        stored = [part.stored for part in found]
+        ranks.each(lambda: adopt_settings(tables, stored, optim=True, merge=False, fresh_scores=False))
     except BaseException:
         for table in tables:
             clear(table.group, table.index)
