@@ -3,6 +3,7 @@
 import errno
 import os
 import warnings
+import zlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from dynamicemb import DynamicEmbDump
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.checkpoint.checksum import crc32
 from dynamicemb.checkpoint.inspection.collect import Inspection, NoDumpError
 from dynamicemb.checkpoint.io import DISK
 from tests.checkpoints import records
@@ -155,3 +157,10 @@ def test_c21_an_unfinished_dump_is_named_and_not_read(tmp_path: Path) -> None:
     for place in (tmp_path / "d", unfinished):
         with pytest.raises(NoDumpError, match="being written, or was not finished"):
             Inspection.open([str(place)], [], DISK)
+
+
+def test_c22_checksums_are_those_of_zlib_in_pieces_too() -> None:
+    data = torch.arange(5000, dtype=torch.int16).numpy()
+    whole = zlib.crc32(data)
+    assert crc32(data) == whole == crc32(data[1:], crc32(data[:1])) == crc32(memoryview(data.tobytes()))
+    assert crc32(b"") == 0
