@@ -8,6 +8,7 @@ import torch
 
 from dynamicemb import DynamicEmbDump
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.errors import CheckpointCorruptError
 from tests.checkpoints import records
 from tests.lookups import bag_per_id, make_module, options
 
@@ -97,3 +98,20 @@ def test_c21_the_dump_before_is_kept_where_a_killed_one_left_it_and_other_files_
         warnings.simplefilter("ignore")
         small(2).dump(place, allow_overwrite=True)
     assert held_in(place) == {2} and sorted(path.name for path in tmp_path.iterdir()) == ["dump"]
+
+
+@pytest.mark.parametrize("end", ["writing", "previous"])
+def test_c21_a_place_named_like_what_a_killed_dump_leaves_is_refused(tmp_path: Path, end: str) -> None:
+    with pytest.raises(ValueError, match="ends like a folder of an unfinished dump"):
+        small(1).dump(tmp_path / f".dump.dynamicemb-{end}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_c22_a_dump_that_was_stopped_is_not_taken_for_one_without_a_manifest(tmp_path: Path) -> None:
+    unfinished = tmp_path / ".dump.dynamicemb-writing"
+    DynamicEmbDump(tmp_path / "dump", torch.nn.Sequential(small(1, 2)))
+    (tmp_path / "dump").rename(unfinished)
+    (unfinished / "manifest.json").unlink()
+    for place in (unfinished, unfinished / "model.0"):
+        with pytest.raises(CheckpointCorruptError, match=r"dynamicemb-writing' .*stopped while it was written"):
+            small().load(place)

@@ -29,7 +29,7 @@ from dynamicemb.checkpoint.format import (
 )
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
 from dynamicemb.checkpoint.reader import read_file
-from dynamicemb.checkpoint.target import Target
+from dynamicemb.checkpoint.target import Target, is_unfinished
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.optimizer import get_optimizer_state_dim
 
@@ -181,6 +181,9 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
             if folder and folder not in manifest.collections:
                 continue
             return OpenedDump(path, candidate, folder, manifest)
+    for candidate in (root, parent_of(root)):
+        if is_unfinished(candidate):
+            raise CheckpointCorruptError(candidate, f"a {MANIFEST}", "a dump that was stopped while it was written")
     warnings.warn(
         f"dump {path!r} has no {MANIFEST}, as those of the reference implementation: only the sizes of its files can "
         "be checked",
