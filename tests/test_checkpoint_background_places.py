@@ -2,7 +2,10 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +125,61 @@ def test_c21_a_dump_goes_where_its_path_led_at_the_call(tmp_path: Path, monkeypa
     assert handle is not None
     handle.wait()
     assert sorted(os.listdir(tmp_path / "here")) == ["base", "first"] and not os.listdir(tmp_path / "there")
+
+
+def test_c21_threads_that_dump_to_one_place_follow_each_other(tmp_path: Path) -> None:
+    few, many = make("cpu", options()), make("cpu", options())
+    step(few, 1, 2)
+    step(many, *range(10))
+    few.dump(tmp_path / "dump")
+    failures: list[BaseException] = []
+
+    def run(module: Any, blocking: bool) -> None:
+        try:
+            handle = module.dump(tmp_path / "dump", allow_overwrite=True, blocking=blocking)
+            if handle is not None:
+                handle.wait()
+        except BaseException as error:
+            failures.append(error)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(15):
+            calls = [(few, True), (many, True), (many, False)]
+            threads = [threading.Thread(target=run, args=call) for call in calls]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert not failures
+            copy = make("cpu", options())
+            copy.load(tmp_path / "dump")
+            assert set(records(copy, "a")) in ({1, 2}, set(range(10)))
+            assert os.listdir(tmp_path) == ["dump"]
+
+
+_FORKING = """
+import os, sys
+from tests.background import SlowDisk, dump_in_background, make, step
+from tests.lookups import options
+
+module, slow = make("cpu", options()), SlowDisk()
+step(module, 1, 2)
+handle = dump_in_background(module, slow)
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+slow.go.set()
+handle.wait()
+print("over")
+"""
+
+
+@pytest.mark.slow
+def test_c21_a_forked_child_does_not_wait_for_a_dump_that_it_does_not_write() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKING], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "over", done.stderr

@@ -98,6 +98,8 @@ def test_c10_scores_of_a_model_are_set_by_path_or_name() -> None:
         set_score(make_module(), 5)
     with pytest.raises(TypeError, match="must be an int"):
         set_score(model, "x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scores of collection 'model.first' must map tables to ints, got 5"):
+        set_score(model, {"model.first": 5})  # type: ignore[dict-item]
 
 
 def gather(rank: int, world_size: int) -> tuple[list[int], list[int], bool]:

@@ -164,3 +164,20 @@ def test_c22_checksums_are_those_of_zlib_in_pieces_too() -> None:
     whole = zlib.crc32(data)
     assert crc32(data) == whole == crc32(data[1:], crc32(data[:1])) == crc32(memoryview(data.tobytes()))
     assert crc32(b"") == 0
+
+
+@pytest.mark.parametrize("end", ["writing", "previous"])
+def test_c21_a_place_named_like_what_a_killed_dump_leaves_is_refused(tmp_path: Path, end: str) -> None:
+    with pytest.raises(ValueError, match="ends like a folder of an unfinished dump"):
+        small(1).dump(tmp_path / f".dump.dynamicemb-{end}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_c22_a_dump_that_was_stopped_is_not_taken_for_one_without_a_manifest(tmp_path: Path) -> None:
+    unfinished = tmp_path / ".dump.dynamicemb-writing"
+    DynamicEmbDump(tmp_path / "dump", torch.nn.Sequential(small(1, 2)))
+    (tmp_path / "dump").rename(unfinished)
+    (unfinished / "manifest.json").unlink()
+    for place in (unfinished, unfinished / "model.0"):
+        with pytest.raises(FileNotFoundError, match="is a dump that is being written, or was not finished"):
+            small().load(place)

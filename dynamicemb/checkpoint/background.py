@@ -29,6 +29,7 @@ class DumpHandle:
         self._num_written = 0
         self._error: BaseException | None = None
         self._finished = threading.Event()
+        self._thread: threading.Thread | None = None
         self._told = False
 
     def __repr__(self) -> str:
@@ -89,7 +90,8 @@ class DumpHandle:
             warn(message, RuntimeWarning)
 
 
-_latest: DumpHandle | None = None
+# Of which nobody knows yet that they are over; more than one only where several threads dump.
+_unsettled: list[DumpHandle] = []
 
 
 def start(path: str, disk: FileSystem, num_rows: int, work: Callable[[Callable[[int], None]], None]) -> DumpHandle:
@@ -107,23 +109,23 @@ def start(path: str, disk: FileSystem, num_rows: int, work: Callable[[Callable[[
     Raises:
         RuntimeError: there are no more threads.
     """
-    global _latest
     handle = DumpHandle(path, disk, num_rows)
     # Not a daemon: the interpreter waits for it before it exits.
-    threading.Thread(target=handle._run, args=(work,), name="dynamicemb dump").start()
-    _latest = handle
+    handle._thread = threading.Thread(target=handle._run, args=(work,), name="dynamicemb dump")
+    handle._thread.start()
+    _unsettled.append(handle)
     return handle
 
 
 def settle() -> None:
     """Wait for the dump that is going on in the background, if there is one, and warn if it failed unheard."""
-    global _latest
-    handle = _latest
-    if handle is not None:
-        handle._finished.wait()
+    for handle in _unsettled.copy():
+        assert handle._thread is not None
+        # Not for the event: a forked child has no such thread, and would wait for ever when it exits.
+        handle._thread.join()
+        if handle in _unsettled:
+            _unsettled.remove(handle)
         handle._tell()
-        if _latest is handle:
-            _latest = None
 
 
 def settle_at(paths: Iterable[str], disk: FileSystem) -> None:
@@ -132,14 +134,12 @@ def settle_at(paths: Iterable[str], disk: FileSystem) -> None:
     Raises:
         Exception: what the dump raised, unless somebody has heard of it.
     """
-    handle = _latest
-    if handle is None or handle._disk is not disk:
-        return
     places = [disk.real_path(path) for path in paths]
-    if handle._path in (*places, *map(parent_of, places)):
-        handle._finished.wait()
-        if not handle._told:
-            handle.wait()
+    for handle in _unsettled.copy():
+        if handle._disk is disk and handle._path in (*places, *map(parent_of, places)):
+            handle._finished.wait()
+            if not handle._told:
+                handle.wait()
 
 
 # Runs after the interpreter has waited for all threads.

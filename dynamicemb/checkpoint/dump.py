@@ -5,6 +5,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,10 @@ from dynamicemb.table.touched import Mark
 from dynamicemb.warn import warn
 
 logger = logging.getLogger(__name__)
+
+# Threads that dump to one place would write into one folder. Several ranks cannot hold it, since each may let another
+# thread go first; but over one process group only one thread may dump, or do anything, at a time.
+_writing_alone = threading.RLock()
 
 
 def DynamicEmbDump(
@@ -164,6 +169,10 @@ class _Dump:
 
     def write(self, ranks: Ranks, contents: Iterator[Contents], advance: Callable[[int], object]) -> bool:
         """Write the contents of the tables; returns whether a dump was replaced. Nothing else touches the disk."""
+        with _writing_alone if ranks.world_size == 1 else nullcontext():
+            return self._write(ranks, contents, advance)
+
+    def _write(self, ranks: Ranks, contents: Iterator[Contents], advance: Callable[[int], object]) -> bool:
         request = self.request
         chain = ranks.each(lambda: open_chain(self.tables, self.marks, request.base, request.optim, self.disk))
         target = ranks.each(lambda: _target(request, self.disk))

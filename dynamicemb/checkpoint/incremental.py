@@ -139,7 +139,7 @@ def set_score(model: nn.Module, scores: Thresholds) -> None:
             path's last component where that is unique.
 
     Raises:
-        TypeError: a score is not an int.
+        TypeError: a score is not an int, or those of a collection no mapping.
         ValueError: a collection or table is unknown, a score is out of range, or no table is CUSTOMIZED.
     """
     collections = _collections(model)
@@ -147,6 +147,8 @@ def set_score(model: nn.Module, scores: Thresholds) -> None:
         return
     if isinstance(scores, Mapping):
         for name, of_tables in scores.items():
+            if not isinstance(of_tables, Mapping):
+                raise TypeError(f"scores of collection {name!r} must map tables to ints, got {of_tables!r}")
             _set_scores(_collection_named(name, collections), of_tables)
         return
     customized = [

@@ -186,8 +186,9 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
             if folder and folder not in manifest.collections:
                 continue
             return OpenedDump(path, candidate, folder, manifest)
-    if is_unfinished(root):
-        raise FileNotFoundError(f"{path!r} is a dump that is being written, or was not finished; load another one")
+    for candidate in (root, parent_of(root)):
+        if is_unfinished(candidate):
+            raise FileNotFoundError(f"{path!r} is a dump that is being written, or was not finished; load another one")
     warn(
         f"dump {path!r} has no {MANIFEST}, as those of the reference implementation: only the sizes of its files can "
         "be checked",

@@ -15,15 +15,13 @@ from dynamicemb.checkpoint.format import MANIFEST, Manifest, inside, is_collecti
 from dynamicemb.checkpoint.io import FileSystem, base_name, join, parent_of
 from dynamicemb.checkpoint.reader import read_file
 
-_WRITING = ".{}.dynamicemb-writing"
-_PREVIOUS = ".{}.dynamicemb-previous"
+_WRITING_END = ".dynamicemb-writing"
+_PREVIOUS_END = ".dynamicemb-previous"
 
 
-def is_unfinished(path: str) -> bool:
-    """Return whether a folder has the name of one that is written into."""
-    before, after = _WRITING.split("{}")
-    name = base_name(path)
-    return name.startswith(before) and name.endswith(after)
+def is_unfinished(folder: str) -> bool:
+    """Return whether a folder has the name of one that a dump is being written into."""
+    return base_name(folder).endswith(_WRITING_END)
 
 
 class Target:
@@ -41,8 +39,8 @@ class Target:
         self._parent, name = parent_of(self.path), base_name(self.path)
         if not name:
             raise ValueError(f"path {path!r} is the root of the file system; name a folder in it")
-        self.writing = join(self._parent, _WRITING.format(name))
-        self.previous = join(self._parent, _PREVIOUS.format(name))
+        self.writing = join(self._parent, f".{name}{_WRITING_END}")
+        self.previous = join(self._parent, f".{name}{_PREVIOUS_END}")
         # From here on left-overs may be all there is on the disk of one of the two dumps.
         self._committing = False
 
@@ -58,8 +56,12 @@ class Target:
 
         Raises:
             FileExistsError: there is something at the place that must not be replaced.
-            ValueError: the place is inside another dump.
+            ValueError: the place is inside another dump, or has the name of what a killed dump leaves.
         """
+        if base_name(self.path).endswith((_WRITING_END, _PREVIOUS_END)):
+            raise ValueError(
+                f"path {self.path!r} ends like a folder of an unfinished dump, which others remove; rename it"
+            )
         if self._is_dump(self._parent):
             raise ValueError(
                 f"path {self.path!r} is inside the dump {self._parent!r}, which could not be loaded any more then; "
