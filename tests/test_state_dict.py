@@ -193,11 +193,32 @@ def damage(state: dict[str, Any], how: str) -> None:
             state[A + f"dynamic_{name}"] = state[A + f"dynamic_{name}"][:-1]
     elif how == "width":
         state[A + "dynamic_values"] = state[A + "dynamic_values"][:, :-1]
+    elif how in CASTS:
+        name, cast = CASTS[how]
+        state[A + name] = cast(state[A + name])
     else:
         state[A + "dynamic_ids"] = ids.tolist()
 
 
+# What a cast of all entries, or of those of a checkpoint of another tool, may bring.
+CASTS: dict[str, tuple[str, Any]] = {
+    "float ids": ("dynamic_ids", torch.Tensor.double),
+    "short scores": ("dynamic_scores", torch.Tensor.int),
+    "float scores": ("dynamic_scores", torch.Tensor.double),
+    "integer values": ("dynamic_values", torch.Tensor.int),
+    "integer state": ("dynamic_state", torch.Tensor.int),
+    "sparse values": ("dynamic_values", torch.Tensor.to_sparse),
+    "no data": ("dynamic_values", lambda values: values.to("meta")),
+}
+
 DAMAGES = {
+    "float ids": "'dynamic_ids' of the state_dict must have torch.int64, got torch.float64",
+    "short scores": "'dynamic_scores' of the state_dict must have torch.int64, got torch.int32",
+    "float scores": "'dynamic_scores' of the state_dict must have torch.int64, got torch.float64",
+    "integer values": "'dynamic_values' of the state_dict must have a floating dtype, got torch.int32",
+    "integer state": "'dynamic_state' of the state_dict must have a floating dtype, got torch.int32",
+    "sparse values": "dynamic_values of the state_dict must be a dense tensor with data, got layout torch.sparse_coo",
+    "no data": "dynamic_values of the state_dict must be a dense tensor with data, got .* on meta",
     "version": "have version 2, this package reads up to 1; load them with dynamicemb 9.9",
     "text": "'dynamic_table' of the state_dict is damaged",
     "field": r"'dynamic_table' of the state_dict is damaged.*dim",

@@ -62,6 +62,8 @@ class _Found:
         description = Description.from_json(entries.get(TABLE), table)
         there = {name: entries[name] for name in TENSORS if entries.get(name) is not None}
         local = {name: local_rows(value, f"table {table}: {name} of the state_dict") for name, value in there.items()}
+        for name, tensor in local.items():
+            _check_dtype(tensor, name, table)
         complete = ranks.world_size > 1 and any(ranks_of(value) is None for value in there.values())
         return cls(table, description, description.stored(table), local, complete)
 
@@ -78,6 +80,20 @@ class _Found:
         if entry.has_counter and self.table.has_counter:
             sizes |= {COUNTER_IDS: (counts,), COUNTER_COUNTS: (counts,)}
         return sizes
+
+
+def _check_dtype(tensor: torch.Tensor, name: str, table: Table) -> None:
+    """Refuse numbers that would come back as others, or not at all.
+
+    Raises:
+        DynamicEmbError: as said.
+    """
+    fits = tensor.is_floating_point() if name in (VALUES, STATE) else tensor.dtype == torch.int64
+    if not fits:
+        wanted = "a floating dtype" if name in (VALUES, STATE) else "torch.int64"
+        raise DynamicEmbError(
+            f"table {table}: {name!r} of the state_dict must have {wanted}, got {tensor.dtype}; give it as it was saved"
+        )
 
 
 def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks: Ranks) -> dict[str, TableReport]:
@@ -130,7 +146,8 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
 
     ranks.each(check)
     tables = [part.table for part in found]
-    agreed = [(part.description, part.complete, sorted(part.local)) for part in found]
+    dtypes = [sorted((name, str(tensor.dtype)) for name, tensor in part.local.items()) for part in found]
+    agreed = [(part.description, part.complete, of_part) for part, of_part in zip(found, dtypes, strict=True)]
     sizes = [{name: tensor.shape for name, tensor in part.local.items()} for part in found]
     sums = [{name: sum_of(part.local[name]) for name in (IDS, COUNTER_IDS) if name in part.local} for part in found]
     gathered = ranks.gather((describe(tables), agreed, sizes, sums))
@@ -222,7 +239,8 @@ def _import(part: _Found, conversion: Conversion, ranks: Ranks) -> TableReport:
 
     def add(importer: RowImport, columns: dict[str, torch.Tensor]) -> None:
         scores = of_table.scores(table, stored, columns[SCORES].numpy())
-        batch = Rows(columns[IDS], columns[VALUES].float(), columns.get(STATE), scores)
+        state = columns[STATE].float() if STATE in columns else None
+        batch = Rows(columns[IDS], columns[VALUES].float(), state, scores)
         importer.add(*batch.on(table.group.device))
 
     with ExitStack() as stack:

@@ -72,4 +72,6 @@ def local_rows(value: Any, name: str) -> torch.Tensor:
         return torch.cat(parts) if parts else torch.empty([0, *value.size()[1:]], dtype=value.dtype)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise DynamicEmbError(f"{name} must be a ShardedTensor or a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_meta:
+        raise DynamicEmbError(f"{name} must be a dense tensor with data, got layout {value.layout} on {value.device}")
     return value.detach().cpu()
