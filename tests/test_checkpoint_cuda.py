@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from dynamicemb.table.ownership import owner_of
 from tests import test_checkpoint_background_ranks as background
 from tests import test_checkpoint_ranks as dumps
 from tests import test_state_dict_ranks as states
@@ -108,3 +110,24 @@ def test_c29_any_device_and_world_size_loads_any_other(
     before = run(*first, states.train_and_save, kind, str(tmp_path / "c"))
     kind = replace(kind, dist_type="roundrobin", seed=5, device=second[0])
     states.check_same(before, run(*second, states.load_and_tell, kind, str(tmp_path / "c")), kind)
+
+
+def rows_of_all(rank: int, world_size: int, backend: str) -> dict[str, list[int]]:
+    """Gather rows over a group; returns the ids, which must be those that all ranks hold."""
+    from dynamicemb.incremental_dump import incremental_dump
+
+    case = dumps.case_for("roundrobin", device="cuda")
+    model = dumps.make(case, world_size)
+    dumps.steps(model, case, rank, range(2))
+    rows, _ = incremental_dump(model, 0, pg=dist.new_group([0, 1], backend=backend))
+    own = {name: set(records) for name, records in dumps.held(model).items()}
+    found = {name: ids for name, (ids, _) in rows["model.collection"].items()}
+    for name, ids in found.items():
+        assert own[name] == {int(i) for i in ids if owner_of(ids[ids == i], 2, "roundrobin", 300) == rank}
+    return {name: ids.tolist() for name, ids in found.items()}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_c26_rows_are_gathered_over_any_group(run: Callable[..., list[Any]], backend: str) -> None:
+    first, second = run("cuda", 2, rows_of_all, backend)
+    assert first == second and set(first) == {"users", "things"} and all(map(len, first.values()))

@@ -219,9 +219,7 @@ def _gathered(rows: Rows, ranks: Ranks, pg: Any) -> Rows:
     if ranks.world_size == 1:
         return rows
     begins = torch.tensor([0, *counts]).cumsum(0).tolist()
-    # Tensors of the process group's device: NCCL knows no others.
-    on_gpu = dist.get_backend(pg) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = ranks.device
     for values, result in ((rows[0], ids), (rows[1], weights)):
         size = max(1, _GATHER_BYTES // (values.element_size() * values.shape[1:].numel()))
         for begin, parts in _exchanged(values, max(counts), size, ranks, pg, device):

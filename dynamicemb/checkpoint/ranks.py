@@ -51,6 +51,14 @@ class Ranks:
         """Which ranks of all processes they are, in order."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors that the ranks send each other must be: in host memory, unless the group knows GPUs alone."""
+        pairs = [] if self.group is None else dist.get_backend_config(self.group).split(",")
+        if pairs and all(pair.split(":")[0] != "cpu" for pair in pairs):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     def apart(self) -> "Ranks":
         """Return the same ranks with connections of their own, for another thread; a collective.
 

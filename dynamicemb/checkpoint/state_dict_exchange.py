@@ -61,9 +61,8 @@ def _rows_per_batch(columns: list[torch.Tensor], num_senders: int) -> int:
 
 def _exchanged(columns: list[torch.Tensor], counts: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     """Send ``counts[r]`` rows to rank r, in order; returns what came for this rank, in host memory."""
-    # NCCL knows no tensors of the host; and not every backend every dtype.
-    on_gpu = dist.get_backend(ranks.group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    # Not every backend knows every dtype.
+    device = ranks.device
     coming = torch.empty_like(counts, device=device)
     dist.all_to_all_single(coming, counts.to(device), group=ranks.group)
     received, sent = coming.tolist(), counts.tolist()
