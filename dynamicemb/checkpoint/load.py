@@ -115,8 +115,10 @@ def DynamicEmbLoad(
     )
     report = load_tables(request, tables, ranks)
     collection: Any
-    for _, _, collection in find_sharded_modules(model):
-        collection.rows_loaded()
+    for folder, _, collection in find_sharded_modules(model):
+        # Else a rate that was set and not handed on yet would be lost.
+        if optim and folder in report:
+            collection.rows_loaded()
     return report
 
 
