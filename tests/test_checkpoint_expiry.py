@@ -1,6 +1,7 @@
 """Dumps and loads of tables that forget ids: one point in time for rows, counts and marks of what is gone."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,22 @@ def test_c26_time_that_passes_during_a_dump_changes_nothing(tmp_path: Path, monk
     assert ids_in(following) == {2} and ids_in(following, "tombstones") == set()
     assert entry_of(following)["sizes"] == [3]
     assert not module.contains("a", torch.tensor([1, 2, 3])).any()
+
+
+def test_c27_a_load_of_expired_ids_alone_warns(tmp_path: Path) -> None:
+    module = make("cpu", ttl=None)
+    step(module, 1, 2)
+    wait(module, 50)
+    module.dump(tmp_path / "d", table_names=["a"])
+    copy = make("cpu", ttl=20.0)
+    with pytest.warns(UserWarning, match=r"table a: all 2 ids of the dump have expired, by the ttl of 20.0 s"):
+        report = copy.load(tmp_path / "d", table_names=["a"])["a"]
+    assert (report.num_expired, records(copy, "a")) == (2, {})
+    step(module, 3)
+    module.dump(tmp_path / "e", table_names=["a"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert copy.load(tmp_path / "e", table_names=["a"])["a"].num_expired == 2
 
 
 def test_c10_a_table_with_a_shorter_life_takes_the_young_ids_of_a_dump(tmp_path: Path) -> None:

@@ -277,6 +277,11 @@ def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Rank
                 f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
                 "the lowest scores; raise max_capacity (with a planner num_embeddings) to keep them",
             )
+        if report.num_expired == report.num_rows > 0 and ranks.rank == 0:
+            warn(
+                f"table {table}: all {report.num_rows} ids of the dump have expired, by the ttl of "
+                f"{table.options.ttl} s that the table has; raise it to keep them"
+            )
         if report.num_counts_lost and ranks.rank == 0:
             warn(
                 f"table {table}: {report.num_counts_lost} ids that were not admitted yet found no place in the "
