@@ -6,8 +6,6 @@ the kernel of a thousand ids. So integers that Triton offers as functions of its
 """
 
 import functools
-import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +22,10 @@ _INTERPRETED_PROGRAMS = 2
 # no other kernel gains by a limit of 32 to 96.
 FULL_PROCESSOR = 64
 
-# Looked up for every argument of every launch.
-_Tensor = torch.Tensor
-
 # Kernels compiled for pointers that are all multiples of this many bytes.
 _ALIGNMENT = 16
 # By kernel (``id``, as hashing a kernel takes longer than finding it), device, constants and options.
 _compiled: dict[tuple[Any, ...], Any] = {}
-# By kernel, what takes its pointers out of its arguments.
-_pointers_of: dict[int, Callable[[Sequence[int]], tuple[int, ...]]] = {}
 
 
 class Int32Address(int):
@@ -112,12 +105,15 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, grid, args, constants, **options)
         return
-    # A tensor is recognized by its class; what is left are integers, and subclasses of tensors.
-    words = [arg.data_ptr() if arg.__class__ is _Tensor or not isinstance(arg, int) else arg for arg in args]
-    pointers_of = _pointers_of.get(id(kernel)) or _find_pointers(kernel, args)
+    words: list[int] = []
     pointers = 0
-    for pointer in pointers_of(words):
-        pointers |= pointer
+    for arg in args:
+        if isinstance(arg, int):
+            words.append(arg)
+        else:
+            word = arg.data_ptr()
+            pointers |= word
+            words.append(word)
     values = (*constants.values(),)
     key = (id(kernel), device, values, *options.values())
     compiled = _compiled.get(key) if pointers % _ALIGNMENT == 0 else None
@@ -133,14 +129,6 @@ def launch(
         stream = torch._C._cuda_getCurrentRawStream(device)
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         run(grid[0], 1, 1, stream, function, metadata, None, None, None, *words, *values)
-
-
-def _find_pointers(kernel: Any, args: tuple[Argument, ...]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Note which arguments of a kernel are pointers."""
-    places = [place for place, arg in enumerate(args) if not isinstance(arg, int) or isinstance(arg, Address)]
-    # With one place alone it would return no tuple.
-    found = _pointers_of[id(kernel)] = operator.itemgetter(*places, places[0])
-    return found
 
 
 def _is_profiled() -> bool:
