@@ -1,6 +1,8 @@
 """Admission counters in dumps: what was counted goes on counting, over any number of ranks, into any counter."""
 
+import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from dynamicemb import DynamicEmbScoreStrategy, FrequencyAdmissionStrategy
+from dynamicemb.checkpoint import load as load_path
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.table.layout import fmix64, locate
 from tests.admitting import admitting, counts_of, holds, module_on
@@ -289,3 +292,37 @@ def test_c23_counts_reach_their_ranks_whatever_the_routing(ranks: RankPool, tmp_
     assert results[0] == results[1] == results[2]
     rows, counts = results[0]
     assert len(counts) >= 3 and len(rows) >= 3 and not rows.keys() & counts.keys()
+
+
+def test_a_load_shows_how_much_is_verified_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Any] = []
+
+    class Bar(load_path.tqdm):  # type: ignore[name-defined, misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**{**arguments, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    module = make_module([admitting(2, score_strategy=LFU), admitting(2, dim=3)], optimizer="adam")
+    step(module, [1, 1, 2], [3, 3, 4])
+    module.dump(tmp_path / "d", optim=True, counter=True)
+    monkeypatch.setattr(load_path, "tqdm", Bar)
+    shares: list[int] = []
+    verify = load_path.verify
+
+    def verified(tables: Any, stored: Any, *rest: Any) -> Any:
+        pairs = [(table, part) for table, parts in zip(tables, stored, strict=True) for part in parts]
+        for world_size in (1, 2, 3):
+            sharing = [SimpleNamespace(rank=rank, world_size=world_size) for rank in range(world_size)]
+            shares.append(sum(load_path.bytes_to_verify(*pair, rank) for pair in pairs for rank in sharing))
+        return verify(tables, stored, *rest)
+
+    monkeypatch.setattr(load_path, "verify", verified)
+    for foreign in (False, True):
+        bars.clear()
+        load_quietly(module, tmp_path / "d", optim=True, counter=True)
+        assert [bar.desc for bar in bars] == ["verify", "load"]
+        assert all(bar.n == bar.total > 0 for bar in bars), [(bar.desc, bar.n, bar.total) for bar in bars]
+        if not foreign:
+            (tmp_path / "d" / "manifest.json").unlink()
+    # Ranks share the files of all writers.
+    assert len(set(shares[:3])) == len(set(shares[3:])) == 1 and shares[3] > 0

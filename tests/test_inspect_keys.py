@@ -9,8 +9,8 @@ import torch
 
 from dynamicemb import DynamicEmbScoreStrategy
 from dynamicemb.checkpoint.inspection import keys
-from dynamicemb.checkpoint.inspection.watched import WatchedDisk
 from dynamicemb.checkpoint.io import DISK
+from dynamicemb.checkpoint.watched import WatchedDisk
 from dynamicemb.table.layout import locate
 from dynamicemb.table.ownership import owner_of
 from tests.admitting import admitting

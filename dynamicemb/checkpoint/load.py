@@ -19,7 +19,8 @@ from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank,
 from dynamicemb.checkpoint.read_ahead import ReadAhead
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, find_sharded_modules, tables_of_model
-from dynamicemb.checkpoint.verify import Verified, verify
+from dynamicemb.checkpoint.verify import Verified, bytes_to_verify, verify
+from dynamicemb.checkpoint.watched import WatchedDisk
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_counts import CountImport
 from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
@@ -132,7 +133,7 @@ def load_tables(
     dumps = ranks.each(lambda: _open(request, tables, ranks, disk))
     stored = ranks.each(lambda: [[dump.stored(table, disk) for dump in dumps] for table in tables])
     ranks.each(lambda: _check(request, tables, stored, ranks))
-    parts = ranks.together(lambda: verify(tables, stored, ranks, disk))
+    parts = ranks.together(lambda: _verify(tables, stored, ranks, disk))
     verified = Verified.joined(parts)
     now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
     for table in tables:
@@ -149,6 +150,14 @@ def load_tables(
         raise
     _mark(request, tables, stored, dumps[-1], now)
     return report_of(tables, reports, ranks)
+
+
+def _verify(tables: list[Table], stored: list[list[Stored]], ranks: Ranks, disk: FileSystem) -> Verified:
+    """Check this rank's share of the files, with a bar where somebody watches rank 0."""
+    total = sum(bytes_to_verify(table, p, ranks) for table, parts in zip(tables, stored, strict=True) for p in parts)
+    disable = None if ranks.rank == 0 else True
+    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=disable) as progress:
+        return verify(tables, stored, ranks, WatchedDisk(disk, progress.update))
 
 
 def _mark(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], last: OpenedDump, now: int) -> None:

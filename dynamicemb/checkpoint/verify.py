@@ -87,6 +87,18 @@ def _batches(disk: FileSystem, path: str, count: int, width: int = 1) -> Iterato
             yield reader.read(begin, min(BATCH_SIZE_PER_DUMP, count - begin))
 
 
+def bytes_to_verify(table: DescribedTable, stored: Stored, ranks: Ranks) -> int:
+    """Return what the check of this rank's share reads: all of its files, and some of them once more."""
+    writers = range(ranks.rank, stored.world_size, ranks.world_size)
+    num_rows = sum(stored.counts[rank] for rank in writers)
+    if stored.entry is None:
+        # Without a clock the newest time is looked for.
+        return 8 * num_rows * (3 if isinstance(table.strategy, tuple) else 1)
+    ends = tuple(f".rank_{rank}.world_size_{stored.world_size}" for rank in writers)
+    files = sum(entry.size for path, entry in stored.files.items() if path.endswith(ends))
+    return files + 8 * (num_rows + sum((stored.num_counts or [0] * stored.world_size)[rank] for rank in writers))
+
+
 def _check_keys(table: DescribedTable, stored: Stored, file_rank: int, ranks: Ranks, disk: FileSystem) -> np.ndarray:
     """Check the ids of one file; return how many of them each loading rank will own."""
     owned = np.zeros(ranks.world_size, np.int64)

@@ -11,7 +11,6 @@ from dynamicemb.checkpoint.format import (
     MANIFEST,
     inside,
     is_ours,
-    parse_rank_file,
 )
 from dynamicemb.checkpoint.inspection.describe import OneDump, dump_facts, table_facts
 from dynamicemb.checkpoint.inspection.dumped import Damage, Part, dumped_table
@@ -20,11 +19,11 @@ from dynamicemb.checkpoint.inspection.health import health_of
 from dynamicemb.checkpoint.inspection.keys import look_up
 from dynamicemb.checkpoint.inspection.sample import num_looked_at
 from dynamicemb.checkpoint.inspection.scores import count_histogram, score_histograms
-from dynamicemb.checkpoint.inspection.watched import WatchedDisk
 from dynamicemb.checkpoint.io import FileSystem, base_name, join
 from dynamicemb.checkpoint.opened import OpenedDump, check_chain, find_dump, wrong_files
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.verify import check_true_ids, verify
+from dynamicemb.checkpoint.verify import bytes_to_verify, check_true_ids, verify
+from dynamicemb.checkpoint.watched import WatchedDisk
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 
 
@@ -93,7 +92,7 @@ class Inspection:
     def verify(self) -> None:
         """Read every file and check what a load would check, with a bar where somebody watches."""
         parts = [part for name in self._table_names() for dump in self.dumps for part in _of(dump, name)]
-        total = sum(_bytes_to_verify(part) for part in parts)
+        total = sum(bytes_to_verify(part.table, part.stored, Ranks()) for part in parts)
         with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=None) as progress:
             disk = WatchedDisk(self.disk, progress.update)
             for part in parts:
@@ -210,13 +209,3 @@ def _wanted(dump: OpenedDump, names: Sequence[str], disk: FileSystem) -> list[tu
                 f"--table: dump {dump.path!r} holds no table {name!r}, it holds {[inside(*pair) for pair in there]}"
             )
     return [(f, t) for f, t in there if not names or t in names or inside(f, t) in names]
-
-
-def _bytes_to_verify(part: Part) -> int:
-    """Return what a check reads: all files of the ranks, and some of them once more."""
-    stored, num_rows = part.stored, sum(part.stored.counts)
-    files = sum(entry.size for path, entry in stored.files.items() if parse_rank_file(base_name(path)))
-    if stored.entry is not None:
-        return files + 8 * (num_rows + sum(stored.num_counts or []))
-    # Without a clock the newest time is looked for.
-    return 8 * num_rows * (3 if isinstance(part.table.strategy, tuple) else 1)
