@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, bag_sizes, divide_by_bag_sizes
+from dynamicemb.sharding.check_features import check_weights
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.constraints import is_dynamic, plan_for_our_tables
 from dynamicemb.sharding.empty_batch import bags_without_padding
@@ -19,6 +20,7 @@ from dynamicemb.sharding.pooled_output import RwPooledSharding
 from dynamicemb.sharding.refused_batch import Refusal
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
+from dynamicemb.sharding.wrapped import check_input_dist
 
 
 class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBagCollection):
@@ -126,18 +128,28 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         if self._averaged:
             ctx.bag_sizes = bag_sizes(features, list(self._averaged.values()))
 
+    def compute(self, ctx: DynamicBagContext, dist_input: Any) -> list[torch.Tensor]:
+        """Look up; see TorchRec's method."""
+        check_input_dist(ctx, self.dynamic_table_names())
+        check_weights(dist_input, bool(self._is_weighted))
+        looked_up: list[torch.Tensor] = super().compute(ctx, dist_input)
+        return looked_up
+
     def output_dist(self, ctx: DynamicBagContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
         return self._finished(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: DynamicBagContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
+        check_weights(input, bool(self._is_weighted))
         return self._finished(ctx, super().compute_and_output_dist(ctx, input))
 
     def _finished(self, ctx: DynamicBagContext, awaitable: Any) -> Any:
-        if ctx.bag_sizes is not None:
-            awaitable.callbacks.append(partial(divide_by_bag_sizes, names=list(self._averaged), sizes=ctx.bag_sizes))
-        if ctx.is_padded:
+        # Modules that hold a collection may bring a context of their own.
+        sizes = getattr(ctx, "bag_sizes", None)
+        if sizes is not None:
+            awaitable.callbacks.append(partial(divide_by_bag_sizes, names=list(self._averaged), sizes=sizes))
+        if getattr(ctx, "is_padded", False):
             awaitable.callbacks.append(bags_without_padding)
         return awaitable
 

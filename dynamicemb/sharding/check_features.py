@@ -1,5 +1,6 @@
 """Check a batch before it is exchanged."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool, device: tor
         raise TypeError(f"features: ids must be int64, int32 or uint64, got {ids.dtype}; convert with values.long()")
     if ids.device != device:
         raise ValueError(f"features: ids are on {ids.device}, the tables on {device}; move the batch with .to(device)")
-    if weighted and kjt.weights_or_none() is None:
-        raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
+    if weighted:
+        check_weights([kjt], True)
     if ids.device.type == "cpu":
         lengths = kjt.lengths()
         if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.sum()) != ids.numel()):
@@ -48,3 +49,13 @@ def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool, device: tor
                 f"features: lengths must be non-negative and sum to the {ids.numel()} ids, "
                 f"got a minimum of {int(lengths.min())} and a sum of {int(lengths.sum())}"
             )
+
+
+def check_weights(batches: Iterable[KeyedJaggedTensor], weighted: bool) -> None:
+    """Check that batches have pooling weights, if their collection is weighted.
+
+    Raises:
+        ValueError: they have none.
+    """
+    if weighted and any(batch.weights_or_none() is None for batch in batches):
+        raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")

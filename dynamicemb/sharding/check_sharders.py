@@ -58,9 +58,9 @@ def check_planned(plan: ShardingPlan, dynamic: Collection[str]) -> None:
     missing = sorted(set(dynamic) - {name for names in planned.values() for name in names})
     if missing:
         raise ValueError(
-            f"dynamic tables {missing} are in no collection that the sharders shard (those have, by module: {planned}); "
-            "build the model with the configs that the planner got, and pass a DynamicEmbeddingBagCollectionSharder for "
-            "an EmbeddingBagCollection, a DynamicEmbeddingCollectionSharder for an EmbeddingCollection"
+            f"dynamic tables {missing} are in no collection that the sharders shard (those have {planned}, by module); "
+            "build the model with the configs that the planner got, and pass a DynamicEmbeddingBagCollectionSharder "
+            "for an EmbeddingBagCollection, a DynamicEmbeddingCollectionSharder for an EmbeddingCollection"
         )
 
 
@@ -96,7 +96,9 @@ def _tables_of(holder: nn.Module, sharder: Any) -> set[str]:
     if known or sharder is None:
         return names
     # Who wrote a sharder for a module of his own may put ours inside.
-    return names | set(sharder.shardable_parameters(holder)) if type(sharder).__module__.startswith("torchrec") else set()
+    return (
+        names | set(sharder.shardable_parameters(holder)) if type(sharder).__module__.startswith("torchrec") else set()
+    )
 
 
 def _refusal(path: str, holder: nn.Module, tables: list[str]) -> str:
@@ -139,8 +141,8 @@ def _check_sharder(path: str, collection: nn.Module, found: Any, tables: list[st
     if not isinstance(found, wanted):
         given = f"sharders have {type(found).__name__}" if found else "sharders have none"
         raise ValueError(
-            f"dynamic tables {tables} are in an {type(collection).__name__}, {title_of_module(path)}, for which {given}; "
-            f"pass a {wanted.__name__} to the planner and to DistributedModelParallel"
+            f"dynamic tables {tables} are in an {type(collection).__name__}, {title_of_module(path)}, for which "
+            f"{given}; pass a {wanted.__name__} to the planner and to DistributedModelParallel"
         )
 
 

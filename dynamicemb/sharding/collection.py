@@ -27,6 +27,7 @@ from dynamicemb.sharding.shardings import (
     split_off_dynamic,
 )
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
+from dynamicemb.sharding.wrapped import check_input_dist
 
 
 class DynamicCollectionContext(EmbeddingCollectionContext):
@@ -89,6 +90,12 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         """Make the context of one batch."""
         return DynamicCollectionContext(sharding_contexts=[])
 
+    def compute(self, ctx: DynamicCollectionContext, dist_input: Any) -> list[torch.Tensor]:
+        """Look up; see TorchRec's method."""
+        check_input_dist(ctx, self.dynamic_table_names())
+        looked_up: list[torch.Tensor] = super().compute(ctx, dist_input)
+        return looked_up
+
     def output_dist(self, ctx: DynamicCollectionContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
         return _unpadded(ctx, super().output_dist(ctx, output))
@@ -122,7 +129,8 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
 
 def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
-    if ctx.is_padded:
+    # Modules that hold a collection may bring a context of their own.
+    if getattr(ctx, "is_padded", False):
         awaitable.callbacks.append(sequences_without_padding)
     return awaitable
 

@@ -127,8 +127,8 @@ def plan_for_our_tables(plan: dict[str, ParameterSharding], module: str | None) 
             raise not_planned_by_us(table, module)
         elif entry.compute_kernel == CUSTOMIZED_KERNEL:
             raise ValueError(
-                f"{title_of_table(table, module)} has a plan entry of type {type(entry).__name__} with the compute kernel "
-                f"{CUSTOMIZED_KERNEL!r}, which is none of ours; plan with "
+                f"{title_of_table(table, module)} has a plan entry of type {type(entry).__name__} with the "
+                f"compute kernel {CUSTOMIZED_KERNEL!r}, which is none of ours; plan with "
                 "DynamicEmbeddingShardingPlanner, or make the entry a DynamicEmbParameterSharding"
             )
     return ours

@@ -126,6 +126,5 @@ def _for_torchrec(constraint: ParameterConstraints) -> ParameterConstraints:
     return constraint
 
 
-
 def _config_of(module: Any, table: str) -> Any:
     return next(config for config in configs_of(module) if config.name == table)

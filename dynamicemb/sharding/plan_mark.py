@@ -48,8 +48,9 @@ class DynamicTableMark(CacheParams):
         if not self.planned:
             raise not_planned_by_us(self.table, self.module)
         raise ValueError(
-            f"{title_of_table(self.table, self.module)} came to a sharder that does not know dynamic tables; pass the sharders "
-            f"that the planner got to DistributedModelParallel, shard or shard_modules as well: {_SHARDERS}"
+            f"{title_of_table(self.table, self.module)} came to a sharder that does not know dynamic tables; "
+            "pass the sharders that the planner got to DistributedModelParallel, shard or shard_modules as well: "
+            f"{_SHARDERS}"
         )
 
     @algorithm.setter
@@ -71,8 +72,8 @@ def not_planned_by_us(table: str | None, module: str | None) -> ValueError:
     """Return the error of a dynamic table whose plan somebody else made."""
     return ValueError(
         f"{title_of_table(table, module)} is marked with use_dynamicemb=True, but its plan is not that of a "
-        "DynamicEmbeddingShardingPlanner and would make it static; plan with DynamicEmbeddingShardingPlanner, which takes "
-        "the same arguments as TorchRec's planner, and eb_configs"
+        "DynamicEmbeddingShardingPlanner and would make it static; plan with DynamicEmbeddingShardingPlanner, which "
+        "takes the same arguments as TorchRec's planner, and eb_configs"
     )
 
 

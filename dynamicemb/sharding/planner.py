@@ -271,9 +271,7 @@ def _check_enumerator(
     differing = sorted(
         name
         for name in dynamic | options.keys()
-        if name not in dynamic
-        or name not in options
-        or options[name] != constraints[name].dynamicemb_options  # type: ignore[attr-defined]
+        if name not in dynamic or name not in options or options[name] != constraints[name].dynamicemb_options  # type: ignore[attr-defined]
     )
     if differing:
         raise ValueError(

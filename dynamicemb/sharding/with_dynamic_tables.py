@@ -105,7 +105,8 @@ class WithDynamicTables(RowsInStateDict):
             TypeError: ids of a wrong dtype.
             ValueError: the batch is malformed.
         """
-        return checked_features(features, self._feature_names(), bool(self._is_weighted), self._tables_device)
+        weighted = bool(self._is_weighted) and not self.weights_come_later
+        return checked_features(features, self._feature_names(), weighted, self._tables_device)
 
     def _checked(self, features: Any) -> tuple[KeyedJaggedTensor, Exception | None]:
         """Return the batch to send, and why it stands for a malformed one if it does."""
@@ -122,6 +123,14 @@ class WithDynamicTables(RowsInStateDict):
             return empty_batch(keys, bool(self._is_weighted), self._tables_device), error
         self.__dict__["_keys_of_batches"] = batch.keys()
         return batch, None
+
+    @property
+    def weights_come_later(self) -> bool:
+        """Whether a batch may come without pooling weights, as another module makes them from what this rank looks up.
+
+        With dynamic tables that module sends positions ahead in the place of weights, as with any row-wise table.
+        """
+        return not self._has_dynamic_tables
 
     def _feature_names(self) -> list[str]:
         # Tables may share a feature.
