@@ -168,8 +168,11 @@ def table_options(table: Table) -> Any:
     )
 
 
-def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any) -> Any:
-    """Return the model under DistributedModelParallel, over the ranks of a process group, None for all."""
+def build(case: Case, world_size: int, pg: Any = None, codecs: Any = None, **sharder_arguments: Any) -> Any:
+    """Return the model under DistributedModelParallel, over the ranks of a process group, None for all.
+
+    `codecs` are the sharders' registry of codecs.
+    """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
@@ -196,8 +199,8 @@ def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any)
     fused_params.update(sharder_arguments)
     fused_params = {name: value for name, value in fused_params.items() if value is not None}
     sharders = [
-        DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=case.dedup),
-        DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+        DynamicEmbeddingCollectionSharder(dict(fused_params), codecs, use_index_dedup=case.dedup),
+        DynamicEmbeddingBagCollectionSharder(dict(fused_params), codecs),
     ]
     model = Model(collection)
     planner = DynamicEmbeddingShardingPlanner(

@@ -102,7 +102,9 @@ def _tables_of(holder: nn.Module, sharder: Any) -> set[str]:
 
 
 def _refusal(path: str, holder: nn.Module, tables: list[str]) -> str:
-    where = f"dynamic tables {tables} are in {title_of_module(path)}, of type {type(holder).__name__}"
+    # In full: the quantized collections have the names of the others.
+    kind = f"{type(holder).__module__}.{type(holder).__name__}"
+    where = f"dynamic tables {tables} are in {title_of_module(path)}, of type {kind}"
     if any(isinstance(module, BaseManagedCollisionEmbeddingCollection) for module in holder.modules()):
         return (
             f"{where}, but a dynamic table needs no managed collision: every int64 id gets a row of its own; use the "
