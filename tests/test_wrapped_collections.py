@@ -218,6 +218,26 @@ def test_position_weights_train_with_static_tables(ranks: RankPool, sharding: di
     compare(ranks.run(2, train_processed, Processed(sharding=sharding)), train_unsharded(2))
 
 
+def look_up_without_weights(rank: int, world_size: int) -> None:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
+
+    model = nn.Sequential(EmbeddingBagCollection(tables=bag_configs(), is_weighted=True, device=torch.device("meta")))
+    sharders: Any = [DynamicEmbeddingBagCollectionSharder()]
+    plan = EmbeddingShardingPlanner(Topology(world_size, "cpu")).collective_plan(model, sharders)
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    sharded(make_batch(0, rank))
+
+
+@pytest.mark.distributed
+def test_c04_static_tables_without_a_feature_processor_need_weights(ranks: RankPool) -> None:  # noqa: F811
+    with pytest.raises(RankError, match=r"(all: \[\d, \d\])(.|\n)*the collection is weighted, but the batch has no"):
+        ranks.run(2, look_up_without_weights)
+
+
 class Managed(nn.Module):
     """A managed collision in front of one table."""
 

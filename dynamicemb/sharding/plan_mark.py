@@ -39,8 +39,8 @@ class DynamicTableMark(CacheParams):
         self.planned = planned
 
     @property
-    def algorithm(self) -> Any:
-        """Raise: the first thing that a sharder of TorchRec reads.
+    def reserved_memory(self) -> Any:
+        """Raise: every sharder of TorchRec reads it, and nobody does while planning.
 
         Raises:
             ValueError: names the table, as far as it is known, and the remedy.
@@ -53,8 +53,8 @@ class DynamicTableMark(CacheParams):
             f"{_SHARDERS}"
         )
 
-    @algorithm.setter
-    def algorithm(self, value: Any) -> None:
+    @reserved_memory.setter
+    def reserved_memory(self, value: Any) -> None:
         # The constructor of the base class.
         assert value is None
 
