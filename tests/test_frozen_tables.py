@@ -179,7 +179,11 @@ def freeze_one(rank: int, world_size: int, case: Case) -> int:
     assert not dict(in_backward_optimizer_filter(model.named_parameters()))
     # What a checkpoint and the fused optimizer know of it: nothing.
     assert not [key for key in model.state_dict() if key in (f"{prefix}.a.weight", f"{prefix}.b.weight")]
-    assert list(model.fused_optimizer.params) == [f"{prefix}.s.weight"] == list(model.fused_optimizer.state_dict()["state"])
+    assert (
+        list(model.fused_optimizer.params)
+        == [f"{prefix}.s.weight"]
+        == list(model.fused_optimizer.state_dict()["state"])
+    )
     for made in (model, twin):
         step(made, case, 0, rank)
     before = held(model)
@@ -240,7 +244,9 @@ def freeze_all(rank: int, world_size: int) -> None:
     assert held(sharded) != after
     # A copy that could be averaged cannot be made.
     for model in (sharded, tower):
-        with pytest.raises(TypeError, match=r"dynamic tables \['a', 'b'\] cannot be copied .*AveragedModel\(model.dense"):
+        with pytest.raises(
+            TypeError, match=r"dynamic tables \['a', 'b'\] cannot be copied .*AveragedModel\(model.dense"
+        ):
             AveragedModel(model)
 
 
