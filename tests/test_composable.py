@@ -29,6 +29,8 @@ pytestmark = pytest.mark.distributed
 
 TABLES = (
     Table("a", ("f0", "f1")),
+    # In one group with "a".
+    Table("c", ("f3",)),
     Table("b", ("f2",), dist_type="hash_roundrobin", score="LFU"),
     Table("s", ("g0",), sharding="row_wise", num_embeddings=12),
 )
@@ -78,6 +80,7 @@ def shard_and_train(rank: int, world_size: int, pooled: bool, path: str) -> None
     alone = shard(unsharded(case), dict(plan.plan["collection"]), env=env, device=cpu, sharder=sharder)
     inside = shard_modules(Model(unsharded(case)), env=env, device=cpu, plan=plan, sharders=[sharder])
     again = shard(unsharded(case), dict(plan.plan["collection"]), env=env, device=cpu, sharder=sharder)
+    assert [tables.table_names for tables in dynamic_modules(alone)] == [["a", "c"], ["b"]]
     for model in (alone, inside):
         assert (train(model, case, rank), bits(model)) == wanted
         # Parameters lead to the optimizers where no DistributedModelParallel lists them: to each group of tables once.
@@ -109,9 +112,9 @@ def test_shard_and_shard_modules_train_dump_and_load(
 def shard_frozen(rank: int, world_size: int, pooled: bool) -> None:
     from torchrec.distributed.shard import shard
 
-    case = Case(TABLES[:2], pooled=pooled)
+    case = Case(TABLES[:3], pooled=pooled)
     plan = build(case, world_size).plan.plan["collection"]
-    for frozen in (("a",), ("a", "b")):
+    for frozen in (("a",), ("a", "b", "c")):
         collection = unsharded(case)
         for name, weight in collection.named_parameters():
             weight.requires_grad_(name.split(".")[1] not in frozen)
@@ -125,7 +128,7 @@ def shard_frozen(rank: int, world_size: int, pooled: bool) -> None:
         if loss.requires_grad:
             loss.backward()
         after = bits(sharded)
-        assert after["a"] == before["a"] and (after["b"] != before["b"] or "b" in frozen)
+        assert {name for name in after if after[name] == before[name]} == set(frozen)
 
 
 @CASES

@@ -46,7 +46,7 @@ SETTERS = {
 
 
 @pytest.mark.parametrize("how", SETTERS)
-def test_the_rate_that_is_set_trains_and_is_saved(how: str, tmp_path: Path) -> None:
+def test_c13_the_rate_that_is_set_trains_and_is_saved(how: str, tmp_path: Path) -> None:
     module, other = falling(), falling()
     assert taken(module) == 1.0
     SETTERS[how](module, 0.25)
@@ -62,7 +62,7 @@ def test_the_rate_that_is_set_trains_and_is_saved(how: str, tmp_path: Path) -> N
     assert other.optimizer.learning_rate == 0.5 and taken(other) == 0.5
 
 
-def test_a_rate_that_is_set_between_forward_and_backward_counts(backend: str) -> None:
+def test_c13_a_rate_that_is_set_between_forward_and_backward_counts(backend: str) -> None:
     module = module_on(backend, options(initializer_args=constant(1.0)))
     tensor = torch.tensor(0.5)
     for setting in (lambda: module.set_learning_rate(0.25), lambda: module.set_learning_rate(tensor)):
