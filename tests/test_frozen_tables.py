@@ -1,5 +1,7 @@
 """`requires_grad` of the empty weight that a dynamic table shows: it freezes and thaws the table, and nothing else."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -226,6 +228,34 @@ class Tower(nn.Module):
 
     def forward(self, features: Any) -> torch.Tensor:
         return self.dense(self.sparse(features).values())
+
+
+def copy_a_module(rank: int, world_size: int) -> None:
+    model = build(Case((A, C), pooled=True), world_size)
+    (tables,) = dynamic_modules(model)
+    tables(*batch([1], [2], [3])).sum().backward()
+    dict(model.named_parameters())["collection.embedding_bags.c.weight"].requires_grad_(False)
+    stored = pickle.dumps(tables)
+    # Whoever loads it needs no TorchRec.
+    assert b"torchrec" not in stored and b"sharding" not in stored
+    for twin in (pickle.loads(stored), copy.deepcopy(tables)):
+        assert contents(twin) == contents(tables)
+        model.requires_grad_(True)
+        before = rows_of(twin)
+        twin(*batch([1], [2], [3])).sum().backward()
+        after = rows_of(twin)
+        assert after["c"] == before["c"] and after["a"] != before["a"]
+        model.requires_grad_(False)
+        twin.weight_holders[1].weight.requires_grad_(True)
+        twin(*batch([1], [2], [3])).sum().backward()
+        assert rows_of(twin)["c"] != after["c"]
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(".c." not in name)
+
+
+@pytest.mark.distributed
+def test_a_module_of_a_sharded_model_is_copied_without_it(ranks: RankPool) -> None:  # noqa: F811
+    ranks.run(1, copy_a_module)
 
 
 def freeze_all(rank: int, world_size: int) -> None:

@@ -19,6 +19,18 @@ def frozen_among(holders: list[nn.Module]) -> tuple[int, ...]:
     return tuple(t for t, weight in enumerate(weights) if weight is not None and not weight.requires_grad)
 
 
+def holders_alone(holders: list[nn.Module]) -> list[nn.Module]:
+    """Return holders that say the same and are nobody else's, for a copy of a module without its collection."""
+    alone = []
+    for holder in holders:
+        weight = holder._parameters.get("weight")
+        copied = nn.Module()
+        if weight is not None:
+            copied.weight = nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
+        alone.append(copied)
+    return alone
+
+
 def without_tables(lookup: Lookup, tables: Collection[int]) -> Lookup:
     """Return a lookup in which no occurrence of some tables has a row, so that an update leaves them alone.
 

@@ -24,7 +24,7 @@ from dynamicemb.embedding.construct import (
     strategy_name,
     weights_dtype,
 )
-from dynamicemb.embedding.freezing import frozen_among
+from dynamicemb.embedding.freezing import frozen_among, holders_alone
 from dynamicemb.embedding.inputs import Batch, check_batch, check_effects, check_ids, check_rows
 from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
@@ -574,6 +574,9 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return ", ".join([*tables, self.optimizer_settings.name, self.pooling_mode.name, f"device={group.device}"])
 
     # Module protocol
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"weight_holders": holders_alone(self.weight_holders)}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         probe = fn(torch.empty_like(self._empty_tensor))

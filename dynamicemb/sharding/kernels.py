@@ -132,7 +132,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             args = (module.dims[t], module.embedding_dtype, module.tables.device, trained.get(path, True), optimizer)
             self._optim.weights[path] = make_weight(*args)
             tables[name] = TableStandIn(self._optim.weights[path])
-        module.weight_holders = [tables[name] for name in module.table_names]
+        self.ask_weights(tables)
+
+    def ask_weights(self, tables: nn.ModuleDict) -> None:
+        """Freeze the tables by the weights that a collection shows, see `show_weights`."""
+        self._emb_module.weight_holders = [tables[name] for name in self._emb_module.table_names]
 
     def plan_inserts(self, features: KeyedJaggedTensor) -> list[InsertPlan]:
         """Return what a batch would do to the tables of ``safe_check_mode`` ERROR; see the module's method."""

@@ -224,4 +224,6 @@ class WithDynamicTables(RowsInStateDict):
                 f"a sharded collection with dynamic tables {self.dynamic_table_names()} cannot be copied ({error}); "
                 f"{REMEDY}. To make a second model, shard it and load a dump or a state_dict"
             ) from error
+        for kernel in copied._dynamic_kernels():
+            kernel.ask_weights(getattr(copied, self.PREFIX))
         return copied
