@@ -1,5 +1,6 @@
 """What both sharded collections share: static tables stay TorchRec's business, dynamic ones are kept out of it."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Table
-from dynamicemb.checkpoint.state_dict import ENTRIES
 from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
+from dynamicemb.embedding.averaging import REMEDY, never_averaged
 from dynamicemb.embedding.construct import check_device
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import UnsupportedOptionError
@@ -25,6 +26,7 @@ from dynamicemb.sharding.torchrec_compat import forget_first_batch
 from dynamicemb.warn import warn
 
 
+@never_averaged
 class WithDynamicTables(RowsInStateDict):
     """What both sharded collections share; comes before TorchRec's class in the bases.
 
@@ -44,6 +46,12 @@ class WithDynamicTables(RowsInStateDict):
     _lookups: list[Any]
     module_sharding_plan: dict[str, Any]
 
+    def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Shard a collection; arguments are those of TorchRec's class."""
+        super().__init__(module, *args, **kwargs)  # type: ignore[call-arg]
+        # TorchRec forgets which weights were frozen; for dynamic tables it is kept.
+        self._was_trained = {path: weight.requires_grad for path, weight in module.named_parameters()}
+
     @property
     def dynamic_embedding_modules(self) -> list[BatchedDynamicEmbeddingTablesV2]:
         """The dynamic tables of this rank. Dump and load find tables by this name, without knowing torchrec."""
@@ -59,11 +67,9 @@ class WithDynamicTables(RowsInStateDict):
         return {config.name: config.num_embeddings for config in getattr(self, self.CONFIGS)}
 
     def finish_building(self) -> None:
-        """Begin to show rows in the state_dict; the last thing that a constructor does."""
-        for name in self.dynamic_table_names():
-            for entry in ENTRIES:
-                # get_model_state_dict looks up what a key names, attribute by attribute.
-                setattr(getattr(self, self.PREFIX)[name], entry, None)
+        """Show the weights of dynamic tables, and their rows in the state_dict; the last thing a constructor does."""
+        for kernel in self._dynamic_kernels():
+            kernel.show_weights(getattr(self, self.PREFIX), self.PREFIX, self._was_trained)
         self._is_built = True
 
     def dynamic_table_names(self) -> list[str]:
@@ -192,11 +198,6 @@ class WithDynamicTables(RowsInStateDict):
         """Return the ranks over which the tables are spread."""
         return Ranks(self._env.process_group)
 
-    def rows_loaded(self) -> None:
-        """Show the learning rates of the checkpoint to schedulers."""
-        for kernel in self._dynamic_kernels():
-            kernel.fused_optimizer.adopt_learning_rate()
-
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         module.drop_dynamic_weights(state_dict, prefix)
@@ -214,3 +215,24 @@ class WithDynamicTables(RowsInStateDict):
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows are other entries; "
                 "import dense rows with insert() of dynamic_embedding_modules",
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy, which a process group does not allow unless torchrec's ``sharded_model_copy`` makes it.
+
+        Raises:
+            TypeError: as Python does for what cannot be copied.
+        """
+        state = self.__reduce_ex__(4)[2]
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        try:
+            copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[attr-defined]
+        except TypeError as error:
+            if not self._has_dynamic_tables:
+                raise
+            raise TypeError(
+                f"a sharded collection with dynamic tables {self.dynamic_table_names()} cannot be copied ({error}); "
+                f"{REMEDY}. To make a second model, shard it and load a dump or a state_dict"
+            ) from error
+        for kernel in copied._dynamic_kernels():
+            kernel.ask_weights(getattr(copied, self.PREFIX))
+        return copied
