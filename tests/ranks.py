@@ -254,14 +254,14 @@ class GpuRanks:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, time_limit_s: float = TIME_LIMIT_S
+    ) -> list[Any]:
         """Do what `RankPool.run` does; skips the test if there are too few GPUs."""
-        if self.kind == ON_ONE_GPU:
-            skip_without_gpus(1)
-            return pool(self.kind).run(world_size, function, *arguments)
-        skip_without_gpus(world_size)
-        # A pool for each world size: a rank cannot leave an NCCL group that others stay in.
-        return pool(self.kind, f"{world_size} ranks").run(world_size, function, *arguments)
+        skip_without_gpus(1 if self.kind == ON_ONE_GPU else world_size)
+        # NCCL has a pool for each world size: a rank cannot leave a group that others stay in.
+        name = "" if self.kind == ON_ONE_GPU else f"{world_size} ranks"
+        return pool(self.kind, name).run(world_size, function, *arguments, time_limit_s=time_limit_s)
 
 
 @pytest.fixture(scope="session")

@@ -188,7 +188,8 @@ def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any)
     else:
         collection = EmbeddingCollection(tables=configs, device=meta)
     constraints = {
-        table.name: ParameterConstraints(sharding_types=[table.sharding])
+        # Columns are spread by four.
+        table.name: ParameterConstraints(sharding_types=[table.sharding], min_partition=4)
         if table.sharding
         else DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=table_options(table))
         for table in case.tables
