@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dynamicemb.sharding.bucketize import bucketize
+from tests.ranks import local_world_size
 
 SEED = 20250
 LEARNING_RATE = 0.1
@@ -190,7 +191,8 @@ def build(case: Case, world_size: int, pg: Any = None, codecs: Any = None, **sha
     else:
         collection = EmbeddingCollection(tables=configs, device=meta)
     constraints = {
-        table.name: ParameterConstraints(sharding_types=[table.sharding])
+        # Columns are spread by four.
+        table.name: ParameterConstraints(sharding_types=[table.sharding], min_partition=4)
         if table.sharding
         else DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=table_options(table))
         for table in case.tables
@@ -203,9 +205,8 @@ def build(case: Case, world_size: int, pg: Any = None, codecs: Any = None, **sha
         DynamicEmbeddingBagCollectionSharder(dict(fused_params), codecs),
     ]
     model = Model(collection)
-    planner = DynamicEmbeddingShardingPlanner(
-        configs, topology=Topology(world_size=world_size, compute_device=case.device), constraints=constraints
-    )
+    topology = Topology(world_size, case.device, local_world_size=local_world_size())
+    planner = DynamicEmbeddingShardingPlanner(configs, topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, pg)
     env = None if pg is None else ShardingEnv.from_process_group(pg)
     return DistributedModelParallel(model, env=env, device=device_of(case), plan=plan, sharders=sharders)

@@ -1,4 +1,7 @@
-"""TorchRec on GPUs: NCCL ranks train the same model as one process, and what the gloo tests hold, holds there."""
+"""TorchRec on GPUs: ranks train the same model as one process, and what holds on CPUs holds there.
+
+Each test runs with ranks that share one GPU over gloo, and with ranks that have a GPU each over NCCL.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +30,7 @@ from tests.sharded_model import (
 
 pytestmark = [pytest.mark.cuda, pytest.mark.distributed]
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +60,7 @@ def test_c02_c10_c17_gpus_equal_one_process(gpu_ranks: GpuRanks, case: Case, wor
 
 @pytest.mark.parametrize("name", ["ec", "ec-mixed-dedup", "ebc-mean", "ebc-weighted", "ebc-mixed"])
 @pytest.mark.parametrize("sizes", [(4, 0, 3), (0, 2), (0,)], ids=["uneven", "half-empty", "all-empty"])
-def test_c03_empty_gpus_never_hang(gpu_ranks: GpuRanks, name: str, sizes: tuple[int, ...]) -> None:  # noqa: F811
+def test_c03_empty_ranks_never_hang(gpu_ranks: GpuRanks, name: str, sizes: tuple[int, ...]) -> None:  # noqa: F811
     test_sharding.check(gpu_ranks, 2, replace(CASES[name], batch_sizes=sizes))
 
 
