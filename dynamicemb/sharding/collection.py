@@ -18,7 +18,8 @@ from dynamicemb.sharding.constraints import plan_for_our_tables
 from dynamicemb.sharding.dedup import Deduplication
 from dynamicemb.sharding.empty_batch import sequences_without_padding
 from dynamicemb.sharding.kernels import needs_counts
-from dynamicemb.sharding.refused_batch import Refusal
+from dynamicemb.sharding.requests import let_go_of_graphs
+from dynamicemb.sharding.sent_batch import Sending
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
     DynamicRwSequenceSharding,
@@ -53,10 +54,10 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = [self.module_sharding_plan[name].dynamicemb_options for name in self.dynamic_table_names()]
-        self._refusal = Refusal()
+        self._sending = Sending()
         for sharding in self._sharding_type_to_sharding.values():
             if isinstance(sharding, DynamicRwSequenceSharding):
-                sharding.refusal = self._refusal
+                sharding.sending = self._sending
                 sharding.carries_counts = self._use_index_dedup and needs_counts(options)
         if self._use_index_dedup and self._enable_feature_score_weight_accumulation:
             raise ValueError(
@@ -96,6 +97,26 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         looked_up: list[torch.Tensor] = super().compute(ctx, dist_input)
         return looked_up
 
+    def _shardings(self) -> list[Any]:
+        return list(self._sharding_type_to_sharding.values())
+
+    def check_batch(self, batch: KeyedJaggedTensor) -> None:
+        """Refuse what sequences cannot do.
+
+        Raises:
+            ValueError: in training, the batch has another number of samples for some features.
+        """
+        if batch.variable_stride_per_key() and self._has_dynamic_tables and self.training:
+            raise ValueError(
+                "features: batches of variable size per feature are not supported for an EmbeddingCollection with "
+                "dynamic tables in training, which would read rows and train none; give all features the same batch "
+                "size, or call eval()"
+            )
+
+    def forget_inverse_indices(self, inverse: tuple[list[str], torch.Tensor]) -> None:
+        """Take the order of inverse indices from this batch."""
+        self._inverse_indices_permute_per_sharding = None
+
     def output_dist(self, ctx: DynamicCollectionContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
         return _unpadded(ctx, super().output_dist(ctx, output))
@@ -132,7 +153,7 @@ def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
     # Modules that hold a collection may bring a context of their own.
     if getattr(ctx, "is_padded", False):
         awaitable.callbacks.append(sequences_without_padding)
-    return awaitable
+    return let_go_of_graphs(awaitable)
 
 
 class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
@@ -143,7 +164,19 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             first values, which is otherwise ``torch.initial_seed()`` of rank 0.
         qcomm_codecs_registry: as in TorchRec.
         use_index_dedup: send every distinct id once.
+        missing_features_as_empty: read a feature that a batch lacks as one without ids; otherwise it is an error.
     """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        use_index_dedup: bool = False,
+        *,
+        missing_features_as_empty: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
+        self.missing_features_as_empty = missing_features_as_empty
 
     def shard(
         self,
@@ -161,7 +194,7 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """
         params = plan_for_our_tables(params, module_fqn)
         check_fused_params(self.fused_params, params, weights_of(module.embeddings), device)
-        return ShardedDynamicEmbeddingCollection(
+        sharded = ShardedDynamicEmbeddingCollection(
             module,
             params,
             env,
@@ -171,6 +204,8 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             use_index_dedup=self._use_index_dedup,
             module_fqn=module_fqn,
         )
+        sharded.missing_features_as_empty = self.missing_features_as_empty
+        return sharded
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicEmbeddingCollection]:

@@ -16,7 +16,7 @@ from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
 from dynamicemb.sharding.insert_plans import PlansInserts
 from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
 from dynamicemb.sharding.pooled_output import PooledOutputDist, RwPooledSharding
-from dynamicemb.sharding.refused_batch import Refusal
+from dynamicemb.sharding.sent_batch import Sending
 from dynamicemb.warn import warn
 
 # Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.
@@ -53,15 +53,15 @@ class DynamicPooledLookup(NothingToPrefetch, PlansInserts, GroupedPooledEmbeddin
 class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
     """Row-wise sharding of sequence tables."""
 
-    # Whether weights carry counts, and why a batch is refused; the collection sets both before the input dist is made.
+    # Whether weights carry counts, and the batch that is sent; the collection sets both before the input dist is made.
     carries_counts = False
-    refusal: Refusal
+    sending: Sending
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         device = device or self._device
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, refusal=self.refusal
+            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, sending=self.sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
@@ -81,14 +81,14 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
 class DynamicRwPooledSharding(RwPooledSharding):
     """Row-wise sharding of pooled tables."""
 
-    # Why a batch is refused; the collection sets it before the input dist is made.
-    refusal: Refusal
+    # The batch that is sent; the collection sets it before the input dist is made.
+    sending: Sending
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         weighted = any(config.is_weighted for config in self._grouped_embedding_configs)
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, refusal=self.refusal
+            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, sending=self.sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:

@@ -3,31 +3,25 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 from torchrec.distributed.types import ShardingEnv
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
 from dynamicemb.embedding.averaging import REMEDY, never_averaged
-from dynamicemb.embedding.construct import check_device
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import UnsupportedOptionError
-from dynamicemb.sharding.check_features import checked_features
 from dynamicemb.sharding.constraints import is_dynamic
-from dynamicemb.sharding.empty_batch import pad_empty_batch
 from dynamicemb.sharding.kernels import DynamicKernel
-from dynamicemb.sharding.refused_batch import Refusal, empty_batch
-from dynamicemb.sharding.torchrec_compat import forget_first_batch
+from dynamicemb.sharding.send_batch import SendsBatches
 from dynamicemb.warn import warn
 
 
 @never_averaged
-class WithDynamicTables(RowsInStateDict):
+class WithDynamicTables(SendsBatches, RowsInStateDict):
     """What both sharded collections share; comes before TorchRec's class in the bases.
 
     Attributes:
@@ -39,10 +33,6 @@ class WithDynamicTables(RowsInStateDict):
     PREFIX: str
     _device: torch.device | None
     _env: ShardingEnv
-    _has_uninitialized_input_dist: bool
-    # Sequences have no pooling weights.
-    _is_weighted: bool = False
-    _refusal: Refusal
     _lookups: list[Any]
     module_sharding_plan: dict[str, Any]
 
@@ -76,80 +66,14 @@ class WithDynamicTables(RowsInStateDict):
         """Return the names of the dynamic tables."""
         return [name for name, plan in self.module_sharding_plan.items() if is_dynamic(plan)]
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Start the exchange of ids; see TorchRec's method.
+    def static_table_names(self) -> list[str]:
+        """Return the names of the static tables."""
+        return [name for name, plan in self.module_sharding_plan.items() if not is_dynamic(plan)]
 
-        A malformed batch, or a table that cannot be trained yet, raises on all ranks, once the exchange is awaited; a
-        rank alone raises at once.
-        """
-        batch, error = self._checked(features)
-        padded = self.padded(batch)
-        ctx.is_padded = padded is not batch
-        self.prepare(ctx, padded)
-        is_first = self._has_uninitialized_input_dist
-        self._refusal.error = error
-        try:
-            # TorchRec compares the first batch with num_embeddings, which does not bound the ids of a dynamic table.
-            with self._only_static_configs():
-                return super().input_dist(ctx, padded)  # type: ignore[misc]
-        finally:
-            self._refusal.error = None
-            if error is not None and is_first:
-                forget_first_batch(self)
-
-    def padded(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return a batch that TorchRec can handle in the place of one without samples."""
-        return pad_empty_batch(batch)
-
-    def prepare(self, ctx: Any, features: KeyedJaggedTensor) -> None:
-        """Take from a batch what its results will need."""
-
-    def check_batch(self, features: Any) -> KeyedJaggedTensor:
-        """Return a batch as a KeyedJaggedTensor.
-
-        Raises:
-            TypeError: ids of a wrong dtype.
-            ValueError: the batch is malformed.
-        """
-        weighted = bool(self._is_weighted) and not self.weights_come_later
-        return checked_features(features, self._feature_names(), weighted, self._tables_device)
-
-    def _checked(self, features: Any) -> tuple[KeyedJaggedTensor, Exception | None]:
-        """Return the batch to send, and why it stands for a malformed one if it does."""
-        try:
-            batch = self.check_batch(features)
-            # Before any group of tables is looked up, and on all ranks.
-            for module in self.dynamic_embedding_modules:
-                module.check_ready()
-        except Exception as error:
-            # Only input dists of dynamic tables tell the other ranks.
-            if self._env.world_size == 1 or not self._has_dynamic_tables:
-                raise
-            keys = self.__dict__.get("_keys_of_batches") or self._feature_names()
-            return empty_batch(keys, bool(self._is_weighted), self._tables_device), error
-        self.__dict__["_keys_of_batches"] = batch.keys()
-        return batch, None
-
-    @property
-    def weights_come_later(self) -> bool:
-        """Whether a batch may come without pooling weights, as another module makes them from what this rank looks up.
-
-        With dynamic tables that module sends positions ahead in the place of weights, as with any row-wise table.
-        """
-        return not self._has_dynamic_tables
-
-    def _feature_names(self) -> list[str]:
-        # Tables may share a feature.
-        names = [name for config in getattr(self, self.CONFIGS) for name in config.feature_names]
-        return list(dict.fromkeys(names))
-
-    @cached_property
-    def _has_dynamic_tables(self) -> bool:
-        return bool(self.dynamic_table_names())
-
-    @cached_property
-    def _tables_device(self) -> torch.device:
-        return check_device(self._device)
+    def static_configs(self) -> list[Any]:
+        """Return the configs of the static tables."""
+        static = set(self.static_table_names())
+        return [config for config in getattr(self, self.CONFIGS) if config.name in static]
 
     def update_shards(self, changed_sharding_params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Move tables to other ranks; see TorchRec's method.
