@@ -31,6 +31,7 @@ from dynamicemb.sharding.weight_gradients import (
     check_gradients,
     remembering_order,
     sent_weights,
+    taking_part,
     with_gradients,
 )
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
@@ -164,7 +165,9 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
     def compute(self, ctx: DynamicBagContext, dist_input: Any) -> list[torch.Tensor]:
         """Look up; see TorchRec's method."""
         check_input_dist(ctx, self.dynamic_table_names())
-        looked_up: list[torch.Tensor] = super().compute(ctx, self._tied(ctx, dist_input))
+        features = self._tied(ctx, dist_input)
+        with taking_part(self._lookups, features):
+            looked_up: list[torch.Tensor] = super().compute(ctx, features)
         return looked_up
 
     def output_dist(self, ctx: DynamicBagContext, output: list[torch.Tensor]) -> Any:
@@ -173,7 +176,9 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def compute_and_output_dist(self, ctx: DynamicBagContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
-        return self._finished(ctx, super().compute_and_output_dist(ctx, self._tied(ctx, input)))
+        features = self._tied(ctx, input)
+        with taking_part(self._lookups, features):
+            return self._finished(ctx, super().compute_and_output_dist(ctx, features))
 
     def _tied(self, ctx: DynamicBagContext, received: Any) -> Any:
         """Return what the shardings received, with weights whose gradients find their way back."""

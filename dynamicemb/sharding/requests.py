@@ -27,8 +27,10 @@ def _let_go(result: Any, parts: list[Any]) -> Any:
 
 
 def _parts(awaitable: Any) -> Iterator[Any]:
+    # A lazy awaitable awaits its result when it is asked for an attribute that it lacks.
+    attributes = vars(awaitable)
     for name in ("_awaitables", "_awaitables_per_sharding"):
-        yield from getattr(awaitable, name, ())
+        yield from attributes.get(name, ())
 
 
 def _requests(part: Any) -> Iterator[Request]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import ShardingType
@@ -21,6 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.sharding.torchrec_compat import replace_values
 
+# What a lookup without tables returns.
+_EMPTY = "_dummy_embs_tensor"
 # Static tables whose batch goes over two exchanges.
 _TWO_STEPS = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 
@@ -42,11 +43,9 @@ class WeightedContext(EmbeddingShardingContext):
     @classmethod
     def of(cls, context: EmbeddingShardingContext, sent: torch.Tensor | None) -> "WeightedContext":
         """Make one in the place of TorchRec's."""
-        return cls(
-            batch_size_per_feature_pre_a2a=context.batch_size_per_feature_pre_a2a,
-            variable_batch_per_feature=context.variable_batch_per_feature,
-            sent=sent,
-        )
+        own = cls(**vars(context))
+        own.sent = sent
+        return own
 
 
 def check_gradients(sharding_types: Sequence[str], static_tables: dict[str, str]) -> None:
@@ -127,13 +126,36 @@ def with_gradients(features: list[KeyedJaggedTensor], contexts: Sequence[Any], g
         features[i] = replace_values(batch, batch.values(), batch.lengths(), weights)
 
 
+@contextmanager
+def taking_part(lookups: Sequence[Any], features: Sequence[KeyedJaggedTensor]) -> Iterator[None]:
+    """Make backward exchange gradients also on ranks that have no part of a sharding's tables.
+
+    The lookup of such a rank returns an empty tensor, through which backward passes on all ranks.
+
+    Args:
+        lookups: of the shardings.
+        features: what each of them received.
+    """
+    empty = {}
+    for lookup, batch in zip(lookups, features, strict=True):
+        weights = batch.weights_or_none()
+        if not batch.keys() and weights is not None and weights.requires_grad and hasattr(lookup, _EMPTY):
+            empty[lookup] = getattr(lookup, _EMPTY)
+            setattr(lookup, _EMPTY, empty[lookup] + weights.sum())
+    try:
+        yield
+    finally:
+        for lookup, before in empty.items():
+            setattr(lookup, _EMPTY, before)
+
+
 def _places_received(batch: KeyedJaggedTensor, context: WeightedContext) -> torch.Tensor:
     """Return where each value stood as it arrived, i64 ``[N]``.
 
     Values arrive by (rank, feature, sample) and stand by (feature, rank, sample).
     """
     sizes = context.batch_size_per_rank
-    lengths = batch.lengths().view(len(batch.keys()), -1)
+    lengths = batch.lengths().view(len(batch.keys()), sum(sizes))
     per_part = torch.stack([part.sum(1) for part in lengths.split(sizes, dim=1)], dim=1).to(torch.int64)
     now = per_part.flatten().cumsum(0).view_as(per_part) - per_part
     by_rank = per_part.t().contiguous()
@@ -167,7 +189,5 @@ class _Exchanged(torch.autograd.Function):
         as_received = torch.empty_like(grad).index_copy_(0, ctx.places, grad.contiguous())
         back = grad.new_empty(sum(input_splits))
         dist.all_to_all_single(back, as_received, input_splits, output_splits, group=ctx.group)
-        # TorchRec has divided the gradient of what the owner added.
-        if get_gradient_division():
-            back = back * dist.get_world_size(ctx.group)
+        # Already of one rank's loss: TorchRec's lookups multiply it by the number of ranks that its outputs divide by.
         return back, None, None, None, None, None
