@@ -207,16 +207,6 @@ def test_c04_a_contradictory_plan_is_refused_on_every_rank(ranks: RankPool, chan
         ranks.run(2, shard, change)
 
 
-def share_features(rank: int, world_size: int) -> None:
-    static = Table("s", ("f0",), pooling="mean", sharding="row_wise")
-    build(Case((A, static), pooled=True), world_size)
-
-
-def test_c28_a_feature_of_dynamic_and_static_mean_tables_is_refused(ranks: RankPool) -> None:  # noqa: F811
-    with pytest.raises(RankError, match=r"failed \(all: \[\d, \d\]\)(.|\n)*features \['f0'\] belong to a dynamic"):
-        ranks.run(2, share_features)
-
-
 def shard_with(rank: int, world_size: int, case: Case) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
 

@@ -141,7 +141,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         sending.wants_gradient = weights.requires_grad and sending.error is None
         if not sending.wants_gradient:
             awaitable = super()._send(ctx, batch)
-            ctx.sharding_contexts[:] = [WeightedContext.of(context, None) for context in ctx.sharding_contexts]
+            ctx.sharding_contexts[:] = [WeightedContext(context, None) for context in ctx.sharding_contexts]
             return awaitable
         static = {name: self.module_sharding_plan[name].sharding_type for name in self.static_table_names()}
         check_gradients(self._sharding_types, static)
@@ -151,7 +151,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         places = self._places(batch)
         for i, (context, part) in enumerate(zip(ctx.sharding_contexts, places, strict=True)):
             position = getattr(self._input_dists[i], "unbucketize_permute_tensor", None)
-            ctx.sharding_contexts[i] = WeightedContext.of(context, sent_weights(weights, part, position))
+            ctx.sharding_contexts[i] = WeightedContext(context, sent_weights(weights, part, position))
         return awaitable
 
     def _places(self, batch: KeyedJaggedTensor) -> list[torch.Tensor]:

@@ -125,7 +125,8 @@ def _check_keys(keys: list[str], wanted: Wanted) -> list[str]:
 
 def _check_part(name: str, part: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if part.dtype not in dtypes and (part.numel() or name == "ids"):
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        known = f"{', '.join(names)} or {last}"
         raise TypeError(f"features: {name} must be {known}, got {part.dtype}; convert with .long()")
     if part.layout != torch.strided:
         raise TypeError(f"features: {name} must be a dense tensor, got layout {part.layout}; use .to_dense()")

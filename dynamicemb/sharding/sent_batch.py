@@ -14,6 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 # What is appended; no length is negative.
 _APPENDED = -1
+# Set on a batch that arrived.
+WANTS_GRADIENT = "weights_want_gradient"
 
 
 @dataclass
@@ -77,7 +79,7 @@ class SentBatch(KeyedJaggedTensor):
     ) -> KeyedJaggedTensor:
         """Put together what arrived; TorchRec calls it on the type of what this rank sent.
 
-        Weights of which any rank wants the gradient require one.
+        `WANTS_GRADIENT` is set on it if the weights of any rank want their gradient.
 
         Raises:
             Exception: this rank or another one refused its batch.
@@ -95,7 +97,7 @@ class SentBatch(KeyedJaggedTensor):
             keys, [lengths, *others], variable_stride_per_key, num_workers, recat, stride_per_rank, **kwargs
         )
         if num_appended:
-            batch.weights().requires_grad_()
+            setattr(batch, WANTS_GRADIENT, True)
         return batch
 
 

@@ -7,7 +7,6 @@ gradient; `dynamicemb.sharding.sent_batch` tells them.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.errors import UnsupportedOptionError
+from dynamicemb.sharding.sent_batch import WANTS_GRADIENT
 from dynamicemb.sharding.torchrec_compat import replace_values
 
 # What a lookup without tables returns.
@@ -26,26 +26,24 @@ _EMPTY = "_dummy_embs_tensor"
 _TWO_STEPS = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 
 
-@dataclass
 class WeightedContext(EmbeddingShardingContext):
     """TorchRec's context of one sharding; TorchRec fills in how many values went where.
+
+    Args:
+        context: the one that TorchRec made.
+        sent: the weights that were sent, f32 ``[N]``, with their graph; None if they want no gradient.
 
     Attributes:
         input_splits: values sent to each rank.
         output_splits: values received from each rank.
-        sent: the weights that were sent, f32 ``[N]``, with their graph if they want a gradient.
     """
 
-    input_splits: list[int] = field(default_factory=list)
-    output_splits: list[int] = field(default_factory=list)
-    sent: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, context: EmbeddingShardingContext, sent: torch.Tensor | None) -> "WeightedContext":
-        """Make one in the place of TorchRec's."""
-        own = cls(**vars(context))
-        own.sent = sent
-        return own
+    def __init__(self, context: EmbeddingShardingContext, sent: torch.Tensor | None) -> None:
+        super().__init__()
+        vars(self).update(vars(context))
+        self.input_splits: list[int] = []
+        self.output_splits: list[int] = []
+        self.sent = sent
 
 
 def check_gradients(sharding_types: Sequence[str], static_tables: dict[str, str]) -> None:
@@ -103,11 +101,8 @@ def with_gradients(features: list[KeyedJaggedTensor], contexts: Sequence[Any], g
     if world_size == 1:
         wanted = any(getattr(context, "sent", None) is not None for context in contexts)
     else:
-        wanted = any(
-            batch.weights_or_none() is not None and batch.weights().requires_grad
-            for batch, context in zip(features, contexts, strict=True)
-            if isinstance(context, WeightedContext)
-        )
+        # Weights that another module has made since then have a graph of their own.
+        wanted = any(getattr(batch, WANTS_GRADIENT, False) for batch in features)
     if not wanted:
         return
     for i, (batch, context) in enumerate(zip(features, contexts, strict=True)):
