@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, bag_sizes, divide_by_bag_sizes
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
+from dynamicemb.sharding.check_plan import checked_plan
 from dynamicemb.sharding.constraints import is_dynamic
 from dynamicemb.sharding.empty_batch import bags_without_padding
 from dynamicemb.sharding.pooled_output import RwPooledSharding
@@ -165,6 +166,7 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             TypeError: ``fused_params`` have a name that dynamic tables do not know.
             ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
         """
+        params = checked_plan(params, module.embedding_bag_configs())
         check_fused_params(self.fused_params, params, weights_of(module.embedding_bags), device)
         return ShardedDynamicEmbeddingBagCollection(
             module=module,

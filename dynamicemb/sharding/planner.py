@@ -92,7 +92,7 @@ class DynamicEmbeddingShardingPlanner:
         self._slots: dict[str, int] = {}
         for name, constraint in constraints.items():
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
-                check_constraint(name, constraint)
+                check_constraint(name, constraint, self._topology.compute_device)
                 options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
                 warn_about_capacities(name, constraint.dynamicemb_options, options)
                 self._options[name] = options
