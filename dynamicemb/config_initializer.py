@@ -1,7 +1,7 @@
 """First values from an embedding config: what ``init_fn``, ``weight_init_min`` and ``weight_init_max`` ask for.
 
-A static table calls ``init_fn`` once, on all of its weights. A row of a dynamic table is made when its id comes, and its
-first value depends on seed, table and id alone: only a distribution, or one value, can be taken over.
+A static table calls ``init_fn`` once, on all of its weights. A row of a dynamic table is made when its id comes, and
+its first value depends on seed, table and id alone: only a distribution, or one value, can be taken over.
 """
 
 import functools
@@ -84,9 +84,8 @@ def _initializer_of_function(init_fn: Callable[[torch.Tensor], Any], config: Any
     except Exception as error:
         raise ValueError(
             f"init_fn={init_fn!r} of table {config.name!r} cannot make first values of a dynamic table, which depend "
-            f"on the id alone ({error}); set initializer_args in its DynamicEmbTableOptions, or take uniform_, normal_, "
-            "trunc_normal_, constant_, zeros_, ones_, xavier_* or kaiming_* of torch.nn.init or a functools.partial of "
-            "one"
+            f"on the id alone ({error}); set initializer_args in its DynamicEmbTableOptions, or use uniform_, normal_, "
+            "trunc_normal_, constant_, zeros_, ones_, xavier_* or kaiming_* of torch.nn.init, or a functools.partial"
         ) from error
 
 

@@ -54,7 +54,7 @@ def _checked_entry(entry: Any, config: Any) -> DynamicEmbParameterSharding:
     options = _checked_options(entry.dynamicemb_options, config)
     _check_shards(entry, options, config.name)
     # TorchRec would hand them to the tables.
-    idle = {name: None for name in PLAN_FIELDS.idle}
+    idle = dict.fromkeys(PLAN_FIELDS.idle)
     return dataclasses.replace(entry, dynamicemb_options=options, **idle)  # type: ignore[arg-type]
 
 
