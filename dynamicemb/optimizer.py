@@ -319,6 +319,10 @@ class OptimizerSpec:
         """Return how many fp32 values of state a row of ``dim`` weights has."""
         return get_optimizer_state_dim(self.kind, dim)
 
+    def reads(self, name: str) -> bool:
+        """Say whether a setting has an effect with this optimizer."""
+        return name in _READ_BY[self.kind]
+
     def with_learning_rate(self, learning_rate: float) -> "OptimizerSpec":
         """Return a copy with another learning rate."""
         return replace(self, learning_rate=learning_rate)

@@ -152,6 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draws", type=int, default=100, help="how many collections and batches are drawn")
     parser.addoption("--every-interpreted", action="store_true", help="run every case in Triton's interpreter")
     parser.addoption("--every-operation", action="store_true", help="kill ranks before every operation of a dump")
     parser.addoption("--min-tests", type=int, default=0, help="fail when fewer tests were executed (skips not counted)")

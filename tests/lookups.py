@@ -71,7 +71,7 @@ def contents(module: BatchedDynamicEmbeddingTablesV2) -> dict[str, dict[int, tup
     for t, name in enumerate(group.names):
         slots = group.scan(t)
         weights, state = group.read(t, group.index.rows[slots])
-        values = torch.cat([weights, state], 1).numpy()
+        values = torch.cat([weights, state], 1).cpu().numpy()
         rows = [value.tobytes() for value in values]
         keys, scores = group.index.keys[slots].tolist(), group.index.scores[slots].tolist()
         out[name] = {key: (score, row) for key, score, row in zip(keys, scores, rows, strict=True)}

@@ -1,11 +1,14 @@
-"""A pool of gloo ranks, and one of NCCL ranks with a GPU each, for the whole pytest session.
+"""Pools of ranks for the whole pytest session: on the CPU, sharing one GPU, and with a GPU each.
 
 The workers are spawned once (never forked: numba's OpenMP layer kills a forked child) and wait for jobs. A job is the
 qualified name of a function and its arguments; every rank of the job calls it in a process group of that world size::
 
     def check(rank, world_size, x): ...              # at module level of a test file
     def test_it(ranks): ranks.run(2, check, 5)       # returns [result of rank 0, result of rank 1]
-    def test_it(gpu_ranks): gpu_ranks.run(2, check)  # skips the test where there are fewer than two GPUs
+    def test_it(gpu_ranks): gpu_ranks.run(2, check)  # twice: on one GPU over gloo, and on two GPUs over NCCL
+
+NCCL wants a GPU for each rank. Gloo takes CUDA tensors too, through host memory, so that several ranks may share a GPU:
+all that TorchRec does there, kernels, streams and exchanges, runs where there is only one.
 
 Nothing hangs: a job that exceeds its time limit is stopped together with the pool, the next job starts a new one.
 """
@@ -34,11 +37,15 @@ TIME_LIMIT_S = 400.0
 GRACE_S = 3.0
 
 
+# How ranks talk and where their tensors are: on the CPU; all on the first GPU; rank r on GPU r.
+ON_CPU, ON_ONE_GPU, ON_OWN_GPUS = "gloo", "gloo on one GPU", "nccl"
+
+
 class RankError(Exception):
     """A rank raised; the message holds its traceback, `__cause__` the exception when it can be pickled."""
 
 
-def _set_up_group(backend: str, rank: int, world_size: int, store: str, current: list[str]) -> None:
+def _set_up_group(kind: str, rank: int, world_size: int, store: str, current: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -46,17 +53,16 @@ def _set_up_group(backend: str, rank: int, world_size: int, store: str, current:
         return
     if dist.is_initialized():
         dist.destroy_process_group()
-    device = None
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    if kind != ON_CPU:
+        torch.cuda.set_device(rank if kind == ON_OWN_GPUS else 0)
     dist.init_process_group(
-        backend,
+        # "gloo" serves tensors of CPUs and GPUs alike.
+        "nccl" if kind == ON_OWN_GPUS else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=TIME_LIMIT_S),
-        device_id=device,
+        device_id=torch.device("cuda", rank) if kind == ON_OWN_GPUS else None,
     )
     # TorchRec broadcasts a flag in its first model only: ranks that served another world size before would stay away.
     flags = sys.modules.get("torchrec.distributed.collective_utils")
@@ -65,7 +71,7 @@ def _set_up_group(backend: str, rank: int, world_size: int, store: str, current:
     current[:] = [store]
 
 
-def _serve(backend: str, rank: int, connection: Connection) -> None:
+def _serve(kind: str, rank: int, connection: Connection) -> None:
     """Run jobs until the pipe closes."""
     import torch
 
@@ -79,7 +85,7 @@ def _serve(backend: str, rank: int, connection: Connection) -> None:
         world_size, store, (module, name), arguments, limit = job
         faulthandler.dump_traceback_later(limit, exit=False)
         try:
-            _set_up_group(backend, rank, world_size, store, current)
+            _set_up_group(kind, rank, world_size, store, current)
             function = getattr(importlib.import_module(module), name)
             answer = ("done", pickle.dumps(function(rank, world_size, *arguments)))
         except BaseException as error:
@@ -100,11 +106,11 @@ class RankPool:
     """Worker processes, one per rank, started when a job needs them.
 
     Args:
-        backend: "gloo", or "nccl": rank r then has GPU r.
+        kind: one of ON_CPU, ON_ONE_GPU, ON_OWN_GPUS.
     """
 
-    def __init__(self, backend: str = "gloo") -> None:
-        self.backend = backend
+    def __init__(self, kind: str = ON_CPU) -> None:
+        self.kind = kind
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.num_groups = 0
@@ -165,8 +171,8 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if pending or died:
             self.close()
-        elif failures and self.backend == "nccl":
-            # Collectives may have gone out of step, and leaving a group would wait for them.
+        elif failures and self.kind != ON_CPU:
+            # Leaving an NCCL group waits for collectives that went out of step; a GPU's context may be lost.
             self.close()
         elif failures:
             # The next job gets a new group.
@@ -184,15 +190,18 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         # Read when the child imports numba and OpenMP; the ranks share the cores of one machine.
         limits = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        if self.backend == "nccl":
+        if self.kind != ON_CPU:
             # Deterministic algorithms need it.
             limits["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if self.kind == ON_ONE_GPU:
+            # To TorchRec each rank is a host with one GPU; it would look for rank 1 on GPU 1. See `local_world_size`.
+            limits["LOCAL_WORLD_SIZE"] = "1"
         before = {name: os.environ.get(name) for name in limits}
         os.environ.update(limits)
         try:
             for rank in range(len(self.workers), num_workers):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(self.backend, rank, theirs), daemon=True)
+                process = context.Process(target=_serve, args=(self.kind, rank, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 self.workers.append((process, ours))
@@ -225,34 +234,46 @@ def skip_without_gpus(number: int) -> None:
         pytest.skip(reason)
 
 
+def local_world_size() -> int | None:
+    """Return how many ranks a planner's topology has to put on a host, None for all."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
 @functools.cache
-def pool(backend: str = "gloo", name: str = "") -> RankPool:
+def pool(kind: str = ON_CPU, name: str = "") -> RankPool:
     """Return a pool of this process, made by the first call; pools of different names share no workers."""
     assert multiprocessing.current_process().name == "MainProcess", f"ranks start no ranks: {sys.argv}"
-    made = RankPool(backend)
+    made = RankPool(kind)
     atexit.register(made.close)
     return made
 
 
 class GpuRanks:
-    """Ranks with a GPU each, a pool for each world size: a rank cannot leave an NCCL group that others stay in."""
+    """Ranks on GPUs, of kind ON_ONE_GPU or ON_OWN_GPUS."""
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, time_limit_s: float = TIME_LIMIT_S
+    ) -> list[Any]:
         """Do what `RankPool.run` does; skips the test if there are too few GPUs."""
-        skip_without_gpus(world_size)
-        return pool("nccl", f"{world_size} ranks").run(world_size, function, *arguments)
+        skip_without_gpus(1 if self.kind == ON_ONE_GPU else world_size)
+        # NCCL has a pool for each world size: a rank cannot leave a group that others stay in.
+        name = "" if self.kind == ON_ONE_GPU else f"{world_size} ranks"
+        return pool(self.kind, name).run(world_size, function, *arguments, time_limit_s=time_limit_s)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    """Hand out the pool of gloo ranks; import this fixture into a test file to use it."""
+    """Hand out the pool of ranks on the CPU; import this fixture into a test file to use it."""
     from tests.sharded_model import compile_kernels
 
     compile_kernels()
     return pool()
 
 
-@pytest.fixture(scope="session")
-def gpu_ranks() -> GpuRanks:
-    """Hand out the NCCL ranks; import this fixture into a test file to use it."""
-    return GpuRanks()
+@pytest.fixture(scope="session", params=[ON_ONE_GPU, ON_OWN_GPUS], ids=["one-gpu", "nccl"])
+def gpu_ranks(request: pytest.FixtureRequest) -> GpuRanks:
+    """Hand out ranks on GPUs, one kind after the other; import this fixture into a test file to use it."""
+    return GpuRanks(request.param)

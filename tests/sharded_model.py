@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dynamicemb.sharding.bucketize import bucketize
+from tests.ranks import local_world_size
 
 SEED = 20250
 LEARNING_RATE = 0.1
@@ -169,8 +170,11 @@ def table_options(table: Table) -> Any:
     )
 
 
-def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any) -> Any:
-    """Return the model under DistributedModelParallel, over the ranks of a process group, None for all."""
+def build(case: Case, world_size: int, pg: Any = None, codecs: Any = None, **sharder_arguments: Any) -> Any:
+    """Return the model under DistributedModelParallel, over the ranks of a process group, None for all.
+
+    `codecs` are the sharders' registry of codecs.
+    """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
@@ -188,7 +192,8 @@ def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any)
     else:
         collection = EmbeddingCollection(tables=configs, device=meta)
     constraints = {
-        table.name: ParameterConstraints(sharding_types=[table.sharding])
+        # Columns are spread by four.
+        table.name: ParameterConstraints(sharding_types=[table.sharding], min_partition=4)
         if table.sharding
         else DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=table_options(table))
         for table in case.tables
@@ -197,13 +202,12 @@ def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any)
     fused_params.update(sharder_arguments)
     fused_params = {name: value for name, value in fused_params.items() if value is not None}
     sharders = [
-        DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=case.dedup),
-        DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+        DynamicEmbeddingCollectionSharder(dict(fused_params), codecs, use_index_dedup=case.dedup),
+        DynamicEmbeddingBagCollectionSharder(dict(fused_params), codecs),
     ]
     model = Model(collection)
-    planner = DynamicEmbeddingShardingPlanner(
-        configs, topology=Topology(world_size=world_size, compute_device=case.device), constraints=constraints
-    )
+    topology = Topology(world_size, case.device, local_world_size=local_world_size())
+    planner = DynamicEmbeddingShardingPlanner(configs, topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, pg)
     env = None if pg is None else ShardingEnv.from_process_group(pg)
     return DistributedModelParallel(model, env=env, device=device_of(case), plan=plan, sharders=sharders)

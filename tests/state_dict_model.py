@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.checkpoints import Records, records
+from tests.ranks import local_world_size
 from tests.sharded_model import EXTREME_IDS, dynamic_modules
 
 SEED = 77
@@ -117,9 +118,10 @@ def build(kind: Kind, world_size: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planner = DynamicEmbeddingShardingPlanner(
-            [*bags, *sequences], topology=Topology(world_size=world_size, compute_device=kind.device),
+            [*bags, *sequences],
+            topology=Topology(world_size, kind.device, local_world_size=local_world_size()),
             constraints=constraints,
-        )  # fmt: skip
+        )
         plan = planner.collective_plan(model, sharders)
         model.over.to(device)
         made = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)

@@ -13,7 +13,7 @@ from dynamicemb.table.ownership import owner_of
 from tests import test_checkpoint_background_ranks as background
 from tests import test_checkpoint_ranks as dumps
 from tests import test_state_dict_ranks as states
-from tests.ranks import GpuRanks, RankPool, gpu_ranks, ranks, skip_without_gpus  # noqa: F401
+from tests.ranks import ON_ONE_GPU, ON_OWN_GPUS, GpuRanks, RankPool, gpu_ranks, ranks, skip_without_gpus  # noqa: F401
 from tests.state_dict_model import Kind
 
 pytestmark = [
@@ -28,12 +28,13 @@ ROUTINGS = ["roundrobin", "continuous", "hash_roundrobin"]
 CHAINS = {
     "on GPUs": [("cuda", 1), ("cuda", 2), ("cuda", 1)],
     "GPUs and CPUs": [("cuda", 2), ("cpu", 3), ("cuda", 2), ("cpu", 1), ("cuda", 1)],
+    "three ranks": [("cuda", 3), ("cuda", 2), ("cuda", 3)],
 }
 
 
 @pytest.fixture(autouse=True)
-def needs_two_gpus() -> None:
-    skip_without_gpus(2)
+def needs_a_gpu() -> None:
+    skip_without_gpus(1)
 
 
 @pytest.fixture
@@ -127,7 +128,8 @@ def rows_of_all(rank: int, world_size: int, backend: str) -> dict[str, list[int]
     return {name: ids.tolist() for name, ids in found.items()}
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"])
-def test_c26_rows_are_gathered_over_any_group(run: Callable[..., list[Any]], backend: str) -> None:
-    first, second = run("cuda", 2, rows_of_all, backend)
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo", "nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_c26_rows_are_gathered_over_any_group(backend: str) -> None:
+    on_gpus = GpuRanks(ON_OWN_GPUS if "nccl" in backend else ON_ONE_GPU)
+    first, second = on_gpus.run(2, rows_of_all, backend)
     assert first == second and set(first) == {"users", "things"} and all(map(len, first.values()))

@@ -1,4 +1,7 @@
-"""TorchRec on GPUs: NCCL ranks train the same model as one process, and what the gloo tests hold, holds there."""
+"""TorchRec on GPUs: ranks train the same model as one process, and what holds on CPUs holds there.
+
+Each test runs with ranks that share one GPU over gloo, and with ranks that have a GPU each over NCCL.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from dynamicemb.optimizer import EmbOptimType
-from dynamicemb.sharding.bag_mean import bag_sizes, divide_by_bag_sizes
+from dynamicemb.sharding.bag_mean import Average, divide, divisors
 from dynamicemb.sharding.bucketize import bucketize
 from dynamicemb.sharding.dedup import Deduplication
 from tests import test_sharding, test_sharding_edges, test_sharding_module, test_train_pipeline
@@ -27,7 +30,7 @@ from tests.sharded_model import (
 
 pytestmark = [pytest.mark.cuda, pytest.mark.distributed]
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +60,7 @@ def test_c02_c10_c17_gpus_equal_one_process(gpu_ranks: GpuRanks, case: Case, wor
 
 @pytest.mark.parametrize("name", ["ec", "ec-mixed-dedup", "ebc-mean", "ebc-weighted", "ebc-mixed"])
 @pytest.mark.parametrize("sizes", [(4, 0, 3), (0, 2), (0,)], ids=["uneven", "half-empty", "all-empty"])
-def test_c03_empty_gpus_never_hang(gpu_ranks: GpuRanks, name: str, sizes: tuple[int, ...]) -> None:  # noqa: F811
+def test_c03_empty_ranks_never_hang(gpu_ranks: GpuRanks, name: str, sizes: tuple[int, ...]) -> None:  # noqa: F811
     test_sharding.check(gpu_ranks, 2, replace(CASES[name], batch_sizes=sizes))
 
 
@@ -240,11 +243,12 @@ def test_input_dist_waits_for_the_gpu_once_at_most() -> None:
     for got, expected in zip(on_gpu_, bucketize(owners.cpu(), kjt.lengths().cpu(), 3)):
         assert torch.equal(got.cpu(), expected)
 
-    sizes, waits = count_waits(bag_sizes, kjt, ["f1", "f2"])
+    averages = [Average("f1", "f1", False), Average("f2", "f2", False)]
+    sizes, waits = count_waits(divisors, kjt, averages)
     assert waits == 0
-    assert torch.equal(sizes.cpu(), bag_sizes(kjt.to(torch.device("cpu")), ["f1", "f2"]))
+    assert torch.equal(sizes.cpu(), divisors(kjt.to(torch.device("cpu")), averages))
     pooled = KeyedTensor(["f2", "f0"], [3, 2], torch.ones(64, 5, device="cuda"), key_dim=1)
-    mean, waits = count_waits(divide_by_bag_sizes, pooled, ["f2"], sizes[:, :1])
+    mean, waits = count_waits(divide, pooled, ["f2"], sizes[:, 1:])
     assert waits == 0
-    assert torch.equal(mean.values()[:, :3].cpu(), (1 / sizes[:, :1].float()).expand(-1, 3).cpu())
+    assert torch.equal(mean.values()[:, :3].cpu(), (1 / sizes[:, 1:]).expand(-1, 3).cpu())
     assert bool((mean.values()[:, 3:] == 1).all())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import GpuRanks, RankPool, ranks  # noqa: F401
+from tests.ranks import GpuRanks, RankPool, local_world_size, ranks  # noqa: F401
 from tests.sharded_model import dynamic_modules
 
 pytestmark = pytest.mark.distributed
@@ -68,7 +68,7 @@ def shard_model(world_size: int, device: torch.device) -> Any:
         DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=True),
         DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
     ]
-    topology = Topology(world_size=world_size, compute_device=device.type)
+    topology = Topology(world_size, device.type, local_world_size=local_world_size())
     plan = DynamicEmbeddingShardingPlanner(configs, topology, constraints=constraints).collective_plan(model, sharders)
     return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 

@@ -25,8 +25,12 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
 PYTEST = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short"]
-# More processes than this wait for each other on one GPU, and each takes 500 MB of it.
+# More processes than this wait for each other on one GPU.
 MOST_PROCESSES = 14
+# Each of them starts ranks of its own: three that share a GPU and more over NCCL, at 500 MB of a GPU each, and three on
+# the CPU. A rank takes up to a gigabyte of host memory.
+GPU_BYTES_PER_PROCESS = 4 * 2**30
+HOST_BYTES_PER_PROCESS = 7 * 2**30
 
 # What memcheck looks at, each in a process of its own: the suites that call the kernels directly, and whole steps; of a
 # suite what fits pytest's -k. Without torch's cache of memory nothing can be captured in a graph.
@@ -95,10 +99,19 @@ def run_pytest(
     return suites, run
 
 
+def count_processes() -> int:
+    """Return how many processes this machine can run the suites in."""
+    import torch
+
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fit = min(torch.cuda.get_device_properties(0).total_memory // GPU_BYTES_PER_PROCESS, host // HOST_BYTES_PER_PROCESS)
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, fit))
+
+
 def run_all(options: list[str]) -> dict[str, Suite]:
     """Run the suites, print their lines as they become known."""
     files = suites_with_cuda()
-    processes = min(MOST_PROCESSES, (os.cpu_count() or 2) - 1)
+    processes = count_processes()
     if find_spec("xdist") and processes > 1:
         # Suites last from a second to minutes: whoever is done takes from the others.
         suites, run = run_pytest([*files, "-n", str(processes), "--dist", "worksteal", *options])

@@ -18,7 +18,7 @@ from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
 from dynamicemb.checkpoint.read_ahead import ReadAhead
 from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
-from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, find_sharded_modules, tables_of_model
+from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.checkpoint.verify import Verified, bytes_to_verify, verify
 from dynamicemb.checkpoint.watched import WatchedDisk
 from dynamicemb.errors import DynamicEmbError
@@ -114,13 +114,7 @@ def DynamicEmbLoad(
             tables_of_model(model, table_names, ranks),
         )
     )
-    report = load_tables(request, tables, ranks)
-    collection: Any
-    for folder, _, collection in find_sharded_modules(model):
-        # Else a rate that was set and not handed on yet would be lost.
-        if optim and folder in report:
-            collection.rows_loaded()
-    return report
+    return load_tables(request, tables, ranks)
 
 
 def load_tables(

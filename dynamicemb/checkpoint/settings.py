@@ -63,7 +63,7 @@ def _check_scores(table: Table, stored: Stored) -> None:
 
 def _check_optimizer(table: Table, stored: Stored, report: bool) -> None:
     """Refuse the state of another optimizer; warn where there is none."""
-    name = table.module.optimizer.name
+    name = table.optimizer_name
     if "opt_type" in stored.meta:
         # Raises where the optimizer or one of its numbers is another one, or missing.
         try:
@@ -83,7 +83,7 @@ def _spec(table: Table, stored: Stored) -> OptimizerSpec:
     Raises:
         TypeError, ValueError, OverflowError: they are not those of this optimizer, or no numbers for it.
     """
-    spec = table.module.optimizer_spec.updated(stored.meta)
+    spec = table.module.optimizer.updated(stored.meta)
     initial = float(spec.initial_accumulator_value)
     return replace(spec, learning_rate=float(spec.learning_rate), initial_accumulator_value=initial)
 
@@ -152,9 +152,9 @@ def _adopt_score(table: Table, stored: Stored, merge: bool) -> None:
 def _adopt_optimizer(table: Table, stored: Stored, seen: int, merge: bool) -> int:
     """Adopt numbers and step count, at least ``seen``; returns the count."""
     module = table.module
-    module.optimizer_spec = _spec(table, stored)
-    module.set_learning_rate(module.optimizer_spec.learning_rate)
-    adopt_initial_state(module.tables, module.optimizer_spec.initial_accumulator_value)
+    spec = _spec(table, stored)
+    module.optimizer_settings.adopt(spec)
+    adopt_initial_state(module.tables, spec.initial_accumulator_value)
     updates = max(seen, _updates(stored))
     adopt_updates(module.tables, updates, merge)
     return updates

@@ -89,7 +89,7 @@ class Table:
     @property
     def optimizer_name(self) -> str:
         """The optimizer's name in dumps."""
-        return self.module.optimizer.name
+        return self.module.optimizer_settings.name
 
     @property
     def counter(self) -> Index | None:

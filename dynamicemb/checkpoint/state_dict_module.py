@@ -33,9 +33,6 @@ class RowsInStateDict:
         """Return the ranks over which the tables are spread."""
         raise NotImplementedError
 
-    def rows_loaded(self) -> None:
-        """Do what follows a load."""
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         tables = {} if rows_are_left_out() else self.state_dict_tables()
@@ -74,7 +71,6 @@ class RowsInStateDict:
         ranks = self.state_dict_ranks()
         if any(ranks.gather(bool(found))):
             self.load_report = load_tables_state([tables[path] for path in found], list(found.values()), ranks)
-            self.rows_loaded()
 
 
 def _taken(state_dict: Any, prefix: str) -> dict[str, Any]:

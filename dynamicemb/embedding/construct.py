@@ -57,6 +57,23 @@ class GroupFeatures:
     column_offsets: list[int]
 
 
+def check_output_dtype(output_dtype: Any) -> None:
+    """Refuse a dtype in which no lookup can answer.
+
+    Raises:
+        ValueError: as said.
+    """
+    if output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
+
+
+def strategy_name(option: DynamicEmbTableOptions) -> str:
+    """Return the score strategy of a table for people to read, for example ``TIMESTAMP+LFU``."""
+    strategy = option.score_strategy
+    parts = strategy if isinstance(strategy, tuple) else (strategy,)
+    return "+".join(part.name for part in parts if part is not None)
+
+
 def check_pooling_mode(pooling_mode: Any) -> DynamicEmbPoolingMode:
     """Return the pooling mode, also of its number.
 

@@ -48,6 +48,22 @@ def check_ids(ids: torch.Tensor, device: torch.device, name: str = "indices") ->
     return ids.to(torch.int64).contiguous()
 
 
+def check_rows(rows: torch.Tensor, num_ids: int, dim: int, device: torch.device) -> None:
+    """Check rows that are to be imported, ``[num_ids, dim]``.
+
+    Raises:
+        TypeError: not a floating tensor.
+        ValueError: another shape, or on another device.
+    """
+    if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+        got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise TypeError(f"rows must be a floating tensor of shape ({num_ids}, {dim}), got {got}")
+    if rows.shape != (num_ids, dim) or rows.device != device:
+        raise ValueError(
+            f"rows must have shape ({num_ids}, {dim}) on {device}, got {tuple(rows.shape)} on {rows.device}"
+        )
+
+
 def check_batch(
     indices: torch.Tensor,
     offsets: torch.Tensor,

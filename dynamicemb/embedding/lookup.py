@@ -7,8 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from dynamicemb.embedding.freezing import without_tables
+from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
-from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, FeatureLayout
 from dynamicemb.table.lookup import Lookup
@@ -17,9 +18,12 @@ from dynamicemb.table.steps import Step
 
 
 class OptimizerOwner(Protocol):
-    """Who knows the present optimizer settings when backward runs."""
+    """Who knows the present optimizer settings when backward runs, and which tables are frozen then."""
 
-    optimizer_spec: OptimizerSpec
+    optimizer_settings: OptimizerSettings
+
+    def frozen_tables(self) -> tuple[int, ...]:
+        """Return the tables that are not trained."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class TrainingStep:
         step: protects the rows until backward has run, or the graph is gone.
         epoch: ``group.epoch`` at forward.
         staged: what is read where ids were not admitted; None: the rows of the lookup.
+        frozen: tables that were frozen at forward.
     """
 
     owner: OptimizerOwner
     step: Step
     epoch: int
     staged: Staged | None = None
+    frozen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class LookupFunction(torch.autograd.Function):
                         _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
                     weights_grad = weights_grad.to(ctx.weights_dtype)
                 if training is not None and ctx.needs_input_grad[0]:
-                    group.update(training.owner.optimizer_spec, lookup, grad)
+                    _update(group, training, lookup, grad)
         except BaseException:
             # The exception may keep this graph alive.
             is_last = True
@@ -149,6 +155,17 @@ class LookupFunction(torch.autograd.Function):
             if training is not None and is_last:
                 training.step.finish()
         return None, weights_grad, None, None, None, None
+
+
+def _update(group: TableGroup, training: TrainingStep, lookup: Lookup, grad: torch.Tensor) -> None:
+    """Train the tables that were not frozen at forward and are not now, as autograd treats a parameter."""
+    owner = training.owner
+    frozen = {*training.frozen, *owner.frozen_tables()}
+    if len(frozen) == len(group.names):
+        return
+    if frozen:
+        lookup = without_tables(lookup, frozen)
+    group.update(owner.optimizer_settings.hand_on(), lookup, grad)
 
 
 def _weights_grad(group: TableGroup, lookup: Lookup, staged: Staged | None, grad: torch.Tensor) -> torch.Tensor:

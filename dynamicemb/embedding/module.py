@@ -10,6 +10,7 @@ from torch import nn
 
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
 from dynamicemb.embedding.admission import refuse_capture
+from dynamicemb.embedding.averaging import never_averaged
 from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.construct import (
     build_group,
@@ -17,12 +18,16 @@ from dynamicemb.embedding.construct import (
     check_features,
     check_idle_arguments,
     check_options,
+    check_output_dtype,
     check_pooling_mode,
     check_seed,
+    strategy_name,
     weights_dtype,
 )
-from dynamicemb.embedding.inputs import Batch, check_batch, check_effects, check_ids
+from dynamicemb.embedding.freezing import frozen_among, holders_alone
+from dynamicemb.embedding.inputs import Batch, check_batch, check_effects, check_ids, check_rows
 from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
+from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
@@ -36,9 +41,8 @@ from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
 from dynamicemb.types import Default
 from dynamicemb.warn import warn
 
-_OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-
+@never_averaged
 class BatchedDynamicEmbeddingTablesV2(nn.Module):
     """Dynamic embedding tables that are looked up and trained together.
 
@@ -135,9 +139,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         pooling_mode = check_pooling_mode(pooling_mode)
         names = check_options(table_options, table_names, pooling_mode)
         check_idle_arguments(use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode)
-        if output_dtype not in _OUTPUT_DTYPES:
-            raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {output_dtype}")
-        self.optimizer_spec = OptimizerSpec.create(
+        check_output_dtype(output_dtype)
+        spec = OptimizerSpec.create(
             optimizer,
             stochastic_rounding=stochastic_rounding,
             gradient_clipping=gradient_clipping,
@@ -168,10 +171,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         device = check_device(device)
         # Tables made in inference mode could only be changed there.
         with torch.inference_mode(False):
-            self._group = build_group(table_options, names, self.optimizer_spec, check_seed(seed), device)
-            self._group.learning_rate.fill_(learning_rate)
+            self._group = build_group(table_options, names, spec, check_seed(seed), device)
+            self.optimizer_settings = OptimizerSettings(spec, self._group.learning_rate)
             self._empty_tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=True)
-            # CUSTOMIZED tables that were never given a score.
+        # Per table, where a sharded collection shows the weight that freezes it; none for a module on its own.
+        self.weight_holders: list[nn.Module] = []
+        # CUSTOMIZED tables that were never given a score.
         strategies = zip(self._group.names, self._group.options.strategies, strict=True)
         self._unscored = {name for name, strategy in strategies if strategy == SCORE_CUSTOMIZED}
         self.insert_checks = InsertChecks(self._group, [option.safe_check_mode for option in table_options])
@@ -216,8 +221,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     @property
     def optimizer(self) -> OptimizerSpec:
-        """The optimizer's settings."""
-        return self.optimizer_spec
+        """The optimizer's present settings; waits for a GPU if the learning rate is a tensor there."""
+        return self.optimizer_settings.spec
 
     @property
     def feature_offsets(self) -> list[int]:
@@ -364,9 +369,11 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                     )
                 self.insert_checks.after_insert()
                 lookup = _lookup(batch, layout, opened, rows)
-                training = TrainingStep(self, step, group.epoch, events.staged)
+                frozen = self.frozen_tables()
+                anchor = self._empty_tensor.detach() if len(frozen) == len(self.dims) else self._empty_tensor
+                training = TrainingStep(self, step, group.epoch, events.staged, frozen)
                 output: torch.Tensor = LookupFunction.apply(
-                    self._empty_tensor, batch.per_sample_weights, group, lookup, training, self._training_reading
+                    anchor, batch.per_sample_weights, group, lookup, training, self._training_reading
                 )
             except BaseException:
                 # The exception's traceback may live long, and with it the step.
@@ -378,10 +385,15 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     # Settings
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the following backward calls."""
-        self.optimizer_spec = self.optimizer_spec.with_learning_rate(learning_rate)
-        self._group.learning_rate.fill_(learning_rate)
+    def set_learning_rate(self, learning_rate: float | torch.Tensor) -> None:
+        """Set the learning rate of the following backward calls; a floating tensor of one element may change later."""
+        self.optimizer_settings.set_learning_rate(learning_rate)
+
+    def frozen_tables(self) -> tuple[int, ...]:
+        """Return the tables that are not trained at present, all after ``requires_grad_(False)``."""
+        if not self._empty_tensor.requires_grad:
+            return tuple(range(len(self.dims)))
+        return frozen_among(self.weight_holders)
 
     def set_score(self, scores: dict[str, int]) -> None:
         """Set the score that the following training lookups leave, per table name (CUSTOMIZED); warns if it decreases.
@@ -443,15 +455,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         """
         table = self._table(table_name)
         ids = check_ids(ids, self._group.device, "ids")
-        dim = self.dims[table]
-        if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
-            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
-            raise TypeError(f"rows must be a floating tensor of shape ({ids.numel()}, {dim}), got {got}")
-        if rows.shape != (ids.numel(), dim) or rows.device != self._group.device:
-            raise ValueError(
-                f"rows must have shape ({ids.numel()}, {dim}) on {self._group.device}, "
-                f"got {tuple(rows.shape)} on {rows.device}"
-            )
+        check_rows(rows, ids.numel(), self.dims[table], self._group.device)
         self._check_scores([table])
         with self._group.lock:
             self.insert_checks.before_import(table, ids)
@@ -567,10 +571,13 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         tables = []
         for name, capacity, option in zip(group.names, group.capacities, self.table_options, strict=True):
             size = f" ({stats[name]['size']} ids, {stats[name]['load']:.0%})" if stats else ""
-            tables.append(f"{name}: {capacity}x{option.dim} {_strategy_name(option)}{size}")
-        return ", ".join([*tables, self.optimizer_spec.name, self.pooling_mode.name, f"device={group.device}"])
+            tables.append(f"{name}: {capacity}x{option.dim} {strategy_name(option)}{size}")
+        return ", ".join([*tables, self.optimizer_settings.name, self.pooling_mode.name, f"device={group.device}"])
 
     # Module protocol
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"weight_holders": holders_alone(self.weight_holders)}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         probe = fn(torch.empty_like(self._empty_tensor))
@@ -591,9 +598,3 @@ def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.
     weights = batch.per_sample_weights
     weights = None if weights is None else weights.detach().float().contiguous()
     return Lookup(batch.ids, rows, opened.table_ranges, opened.offsets, layout, weights)
-
-
-def _strategy_name(option: DynamicEmbTableOptions) -> str:
-    strategy = option.score_strategy
-    parts = strategy if isinstance(strategy, tuple) else (strategy,)
-    return "+".join(part.name for part in parts if part is not None)

@@ -5,21 +5,38 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+    _apply_mean_pooling,
+)
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
-from dynamicemb.sharding.bag_mean import DynamicBagContext, bag_sizes, divide_by_bag_sizes
+from dynamicemb.sharding.bag_mean import DynamicBagContext, averages_of, divide, divisors
+from dynamicemb.sharding.check_features import check_weights
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.check_plan import checked_plan
-from dynamicemb.sharding.constraints import is_dynamic
+from dynamicemb.sharding.constraints import is_dynamic, plan_for_our_tables
 from dynamicemb.sharding.empty_batch import bags_without_padding
 from dynamicemb.sharding.pooled_output import RwPooledSharding
-from dynamicemb.sharding.refused_batch import Refusal
+from dynamicemb.sharding.requests import let_go_of_graphs
+from dynamicemb.sharding.sent_batch import Sending
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
+from dynamicemb.sharding.torchrec_compat import replace_values
+from dynamicemb.sharding.weight_gradients import (
+    WeightedContext,
+    check_gradients,
+    remembering_order,
+    sent_weights,
+    taking_part,
+    with_gradients,
+)
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
+from dynamicemb.sharding.wrapped import check_input_dist
 
 
 class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBagCollection):
@@ -30,47 +47,16 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refusal = Refusal()
+        self._sending = Sending()
         for sharding in self._embedding_shardings:
             if isinstance(sharding, DynamicRwPooledSharding):
-                sharding.refusal = self._refusal
-        self._leave_static_mean_to_torchrec()
-        # Output name -> feature, of dynamic tables with MEAN pooling.
-        self._averaged = {
-            output: feature
-            for sharding in self._embedding_shardings
-            if isinstance(sharding, DynamicRwPooledSharding)
-            for table in sharding.embedding_tables()
-            if table.pooling is PoolingType.MEAN
-            for output, feature in zip(table.embedding_names, table.feature_names, strict=True)
-        }
+                sharding.sending = self._sending
+        # TorchRec divides by the name of a feature, or by its place, which tables of another kind may share. Outputs
+        # that are means are divided here, each by itself.
+        self._has_mean_pooling_callback = False
+        self._averages = averages_of(self.sharding_type_to_sharding_infos)
+        self._has_seen_batch = False
         self.finish_building()
-
-    def _leave_static_mean_to_torchrec(self) -> None:
-        """Make TorchRec's own division see dynamic features as sums; it would divide them a second time."""
-        plan, dynamic = self.module_sharding_plan, set()
-        for config in self._embedding_bag_configs:
-            if is_dynamic(plan[config.name]):
-                dynamic.update(config.feature_names)
-        averaged: list[str] = []
-        for config in self._embedding_bag_configs:
-            own = not is_dynamic(plan[config.name]) and config.pooling is PoolingType.MEAN
-            if own and plan[config.name].sharding_type in (
-                ShardingType.ROW_WISE.value,
-                ShardingType.TABLE_ROW_WISE.value,
-            ):
-                averaged.extend(config.feature_names)
-        both = sorted(dynamic & set(averaged))
-        if both:
-            raise ValueError(
-                f"features {both} belong to a dynamic table and to a static row-wise table with MEAN pooling, which "
-                "TorchRec's division cannot tell apart; shard the static table table-wise or use separate features"
-            )
-        before = self._pooling_type_to_rs_features
-        sums = [name for name in before[PoolingType.SUM.value] if name not in dynamic]
-        before[PoolingType.MEAN.value] = averaged
-        before[PoolingType.SUM.value] = [*sums, *sorted(dynamic)]
-        self._has_mean_pooling_callback = bool(averaged)
 
     @classmethod
     def create_grouped_sharding_infos(cls, *args: Any, **kwargs: Any) -> dict[str, list[EmbeddingShardingInfo]]:
@@ -102,20 +88,32 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         """Make the context of one batch."""
         return DynamicBagContext()
 
-    def check_batch(self, features: Any) -> KeyedJaggedTensor:
-        """Return a batch as a KeyedJaggedTensor.
+    def _shardings(self) -> list[Any]:
+        return self._embedding_shardings
+
+    def input_dist(self, ctx: DynamicBagContext, features: Any) -> Any:
+        """Start the exchange of ids; see `SendsBatches.input_dist`."""
+        awaitable = super().input_dist(ctx, features)
+        # TorchRec's own division, of batches that vary in size; each batch says whether it wants it.
+        self._has_mean_pooling_callback = False
+        return awaitable
+
+    def check_batch(self, batch: KeyedJaggedTensor) -> None:
+        """Refuse what bags cannot do.
 
         Raises:
-            TypeError: ids of a wrong dtype.
-            ValueError: the batch is malformed, or has another number of samples for some features.
+            ValueError: the batch has another number of samples for some features, or, the first one, ids that a static
+                table has no row for.
         """
-        batch = super().check_batch(features)
         if batch.variable_stride_per_key() and self._has_dynamic_tables:
             raise ValueError(
-                "batches of variable size per feature are not supported for an EmbeddingBagCollection with dynamic "
-                "tables; give all features the same batch size"
+                "features: batches of variable size per feature are not supported for an EmbeddingBagCollection with "
+                "dynamic tables; give all features the same batch size"
             )
-        return batch
+        if not self._has_seen_batch:
+            # As TorchRec does; ids of a dynamic table are not bounded by its num_embeddings.
+            validate_keyed_jagged_tensor(batch, self.static_configs())
+            self._has_seen_batch = True
 
     def padded(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return a batch that TorchRec can handle in the place of one without samples."""
@@ -123,9 +121,55 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         return batch if batch.variable_stride_per_key() else super().padded(batch)
 
     def prepare(self, ctx: DynamicBagContext, features: KeyedJaggedTensor) -> None:
-        """Note the sizes of bags that will be averaged."""
-        if self._averaged:
-            ctx.bag_sizes = bag_sizes(features, list(self._averaged.values()))
+        """Note by what outputs will be divided."""
+        if features.variable_stride_per_key():
+            self._has_mean_pooling_callback = any(average.is_static for average in self._averages)
+        elif self._averages:
+            ctx.divisors = divisors(features, self._averages)
+
+    def forget_inverse_indices(self, inverse: tuple[list[str], torch.Tensor]) -> None:
+        """Take the order of inverse indices from this batch."""
+        self._inverse_indices_permute_indices = None
+        self._create_inverse_indices_permute_indices(inverse)
+        if self._has_mean_pooling_callback:
+            self._init_mean_pooling_callback(self._names_of_shardings, inverse)
+
+    def _send(self, ctx: DynamicBagContext, batch: KeyedJaggedTensor) -> Any:
+        weights = batch.weights_or_none() if self._is_weighted and self._has_dynamic_tables else None
+        if weights is None or not torch.is_grad_enabled():
+            return super()._send(ctx, batch)
+        sending = self._sending
+        sending.wants_gradient = weights.requires_grad and sending.error is None
+        if not sending.wants_gradient:
+            awaitable = super()._send(ctx, batch)
+            ctx.sharding_contexts[:] = [WeightedContext.of(context, None) for context in ctx.sharding_contexts]
+            return awaitable
+        static = {name: self.module_sharding_plan[name].sharding_type for name in self.static_table_names()}
+        check_gradients(self._sharding_types, static)
+        self._make_input_dists()
+        with remembering_order(self._input_dists):
+            awaitable = super()._send(ctx, batch)
+        places = self._places(batch)
+        for i, (context, part) in enumerate(zip(ctx.sharding_contexts, places, strict=True)):
+            position = getattr(self._input_dists[i], "unbucketize_permute_tensor", None)
+            ctx.sharding_contexts[i] = WeightedContext.of(context, sent_weights(weights, part, position))
+        return awaitable
+
+    def _places(self, batch: KeyedJaggedTensor) -> list[torch.Tensor]:
+        """Return, for each sharding, which occurrences of a batch its input dist got, i64 ``[M]``."""
+        places = torch.arange(batch.values().numel(), device=batch.device())
+        numbered = replace_values(batch, places, batch.lengths())
+        if self._has_features_permute:
+            numbered = numbered.permute(self._features_order, self._features_order_tensor)
+        return [part.values() for part in numbered.split(self._feature_splits)]
+
+    def compute(self, ctx: DynamicBagContext, dist_input: Any) -> list[torch.Tensor]:
+        """Look up; see TorchRec's method."""
+        check_input_dist(ctx, self.dynamic_table_names())
+        features = self._tied(ctx, dist_input)
+        with taking_part(self._lookups, features):
+            looked_up: list[torch.Tensor] = super().compute(ctx, features)
+        return looked_up
 
     def output_dist(self, ctx: DynamicBagContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
@@ -133,14 +177,31 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def compute_and_output_dist(self, ctx: DynamicBagContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
-        return self._finished(ctx, super().compute_and_output_dist(ctx, input))
+        features = self._tied(ctx, input)
+        with taking_part(self._lookups, features):
+            return self._finished(ctx, super().compute_and_output_dist(ctx, features))
+
+    def _tied(self, ctx: DynamicBagContext, received: Any) -> Any:
+        """Return what the shardings received, with weights whose gradients find their way back."""
+        check_weights(received, bool(self._is_weighted))
+        contexts = getattr(ctx, "sharding_contexts", [])
+        if not torch.is_grad_enabled() or not any(isinstance(context, WeightedContext) for context in contexts):
+            return received
+        features = list(received)
+        with_gradients(features, contexts, self._env.process_group)
+        return KJTList(features)
 
     def _finished(self, ctx: DynamicBagContext, awaitable: Any) -> Any:
-        if ctx.bag_sizes is not None:
-            awaitable.callbacks.append(partial(divide_by_bag_sizes, names=list(self._averaged), sizes=ctx.bag_sizes))
-        if ctx.is_padded:
+        # Modules that hold a collection may bring a context of their own.
+        by = getattr(ctx, "divisors", None)
+        if by is not None:
+            outputs = [average.output for average in self._averages]
+            awaitable.callbacks.append(partial(divide, outputs=outputs, divisors=by))
+        elif getattr(ctx, "divisor", None) is not None:
+            awaitable.callbacks.append(partial(_apply_mean_pooling, divisor=ctx.divisor))
+        if getattr(ctx, "is_padded", False):
             awaitable.callbacks.append(bags_without_padding)
-        return awaitable
+        return let_go_of_graphs(awaitable)
 
 
 class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -150,7 +211,18 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         fused_params: arguments of the tables, such as ``optimizer`` and ``learning_rate``; ``seed`` sets the seed of
             first values, which is otherwise ``torch.initial_seed()`` of rank 0.
         qcomm_codecs_registry: as in TorchRec.
+        missing_features_as_empty: read a feature that a batch lacks as one without ids; otherwise it is an error.
     """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        *,
+        missing_features_as_empty: bool = False,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        self.missing_features_as_empty = missing_features_as_empty
 
     def shard(
         self,
@@ -167,8 +239,9 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
         """
         params = checked_plan(params, module.embedding_bag_configs())
+        params = plan_for_our_tables(params, module_fqn)
         check_fused_params(self.fused_params, params, weights_of(module.embedding_bags), device)
-        return ShardedDynamicEmbeddingBagCollection(
+        sharded = ShardedDynamicEmbeddingBagCollection(
             module=module,
             table_name_to_parameter_sharding=params,
             env=env,
@@ -177,6 +250,8 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        sharded.missing_features_as_empty = self.missing_features_as_empty
+        return sharded
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types of a device; TorchRec lists row-wise for GPUs only, though gloo can do it too."""

@@ -8,27 +8,65 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dynamicemb.sharding.constraints import is_dynamic
+
+# Added to a sum of weights, as in TorchRec, so that nothing is divided by zero.
+_EPSILON = 1e-6
+_SPREAD = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value})
+
+
+@dataclass(frozen=True)
+class Average:
+    """An output that is a mean over rows of several ranks.
+
+    Attributes:
+        output: its name.
+        feature: the feature whose bags it pools.
+        is_static: whether its table is static. TorchRec divides weighted bags of these by the sum of their weights,
+            and so do we; a dynamic table divides by the number of ids.
+    """
+
+    output: str
+    feature: str
+    is_static: bool
 
 
 @dataclass
 class DynamicBagContext(EmbeddingBagCollectionContext):
-    """TorchRec's context of one batch, with the sizes of bags that are averaged.
+    """TorchRec's context of one batch, with what its outputs are divided by.
 
     Attributes:
-        bag_sizes: ``[B, M]`` for the M averaged features, at least 1; None if there are none.
+        divisors: f32 ``[B, M]`` for the M averaged outputs; None if there are none.
         is_padded: the batch had no samples and got one without ids.
     """
 
-    bag_sizes: torch.Tensor | None = None
+    divisors: torch.Tensor | None = None
     is_padded: bool = False
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory alive for work on `stream`."""
         super().record_stream(stream)
-        if self.bag_sizes is not None:
-            self.bag_sizes.record_stream(stream)
+        if self.divisors is not None:
+            self.divisors.record_stream(stream)
+
+
+def averages_of(infos: dict[str, list[EmbeddingShardingInfo]]) -> list[Average]:
+    """Return the outputs of a collection that are means over rows of several ranks."""
+    return [
+        Average(output, feature, not is_dynamic(info.param_sharding))
+        for tables in infos.values()
+        for info in tables
+        if info.embedding_config.pooling is PoolingType.MEAN and info.param_sharding.sharding_type in _SPREAD
+        for output, feature in zip(
+            info.embedding_config.embedding_names, info.embedding_config.feature_names, strict=True
+        )
+    ]
 
 
 @functools.cache
@@ -37,37 +75,44 @@ def _constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def bag_sizes(features: KeyedJaggedTensor, names: list[str]) -> torch.Tensor:
-    """Return the number of ids in each bag of some features, ``[B, M]``; an empty bag counts as 1.
+def divisors(features: KeyedJaggedTensor, averages: list[Average]) -> torch.Tensor:
+    """Return by what the bags of some outputs are divided, f32 ``[B, M]``; an empty bag counts as 1.
 
     Args:
         features: a batch before it is spread.
-        names: M features.
+        averages: M outputs.
 
     Host sync: none after the first call.
     """
     keys = features.keys()
-    lengths = features.lengths().view(len(keys), features.stride())
-    positions = _constant(tuple(keys.index(name) for name in names), lengths.device)
-    return lengths.index_select(0, positions).clamp(min=1).t()
+    positions = tuple(keys.index(average.feature) for average in averages)
+    sizes = features.lengths().view(len(keys), -1)
+    by = sizes.index_select(0, _constant(positions, sizes.device)).clamp(min=1).to(torch.float32)
+    weights = features.weights_or_none()
+    if weights is not None and any(average.is_static for average in averages):
+        sums = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights.detach()) + _EPSILON
+        sums = sums.view(len(keys), -1).index_select(0, _constant(positions, sizes.device))
+        is_static = _constant(tuple(int(average.is_static) for average in averages), sizes.device)
+        by = torch.where(is_static[:, None] == 1, sums, by)
+    return by.t()
 
 
-def divide_by_bag_sizes(pooled: KeyedTensor, names: list[str], sizes: torch.Tensor) -> KeyedTensor:
-    """Divide the columns of averaged features by the sizes of their bags.
+def divide(pooled: KeyedTensor, outputs: list[str], divisors: torch.Tensor) -> KeyedTensor:
+    """Divide the columns of averaged outputs.
 
     Args:
         pooled: ``[B, total_D]``, sums.
-        names: keys of `pooled` that are averaged, M.
-        sizes: ``[B, M]``.
+        outputs: keys of `pooled` that are averaged, M.
+        divisors: ``[B, M]``.
 
     Host sync: none after the first call.
     """
     keys, dims, values = pooled.keys(), pooled.length_per_key(), pooled.values()
-    # Divisor M stands for all features that are not averaged.
-    divisors = torch.cat([sizes.to(values.dtype), values.new_ones(values.shape[0], 1)], dim=1)
-    divisor_of = {name: m for m, name in enumerate(names)}
-    divisor_per_key = tuple(divisor_of.get(key, len(names)) for key in keys)
-    per_column = divisors.index_select(1, _per_column(divisor_per_key, tuple(dims), values.device))
+    # Divisor M stands for all outputs that are not averaged.
+    by = torch.cat([divisors.to(values.dtype), values.new_ones(values.shape[0], 1)], dim=1)
+    divisor_of = {name: m for m, name in enumerate(outputs)}
+    divisor_per_key = tuple(divisor_of.get(key, len(outputs)) for key in keys)
+    per_column = by.index_select(1, _per_column(divisor_per_key, tuple(dims), values.device))
     return KeyedTensor(keys=keys, length_per_key=dims, values=values / per_column, key_dim=1)
 
 

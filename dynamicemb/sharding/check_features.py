@@ -1,5 +1,12 @@
-"""Check a batch before it is exchanged."""
+"""Read a batch before it is exchanged: what is sent has one form, whatever the batch of a rank looks like.
 
+Ids and lengths become int64, pooling weights float32, and weights that nobody reads stay behind. Numbers that a
+KeyedJaggedTensor merely remembers (offsets beside lengths, lengths per key) are compared with its lengths and left out.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,44 +14,228 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.torchrec_compat import as_kjt
 
-_ID_DTYPES = (torch.int64, torch.int32)
+_ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
+_LENGTH_DTYPES = (torch.int64, torch.int32)
 
 
-def checked_features(features: Any, names: list[str], weighted: bool, device: torch.device) -> KeyedJaggedTensor:
-    """Return a batch as a KeyedJaggedTensor.
+@dataclass(frozen=True)
+class Wanted:
+    """What a collection reads of a batch.
+
+    Attributes:
+        names: its features.
+        weighted: whether it reads pooling weights.
+        weights_come_later: whether a batch may come without them.
+        missing_as_empty: whether a feature that the batch lacks is read as one without ids.
+        device: where the tables are.
+    """
+
+    names: list[str]
+    weighted: bool
+    weights_come_later: bool
+    missing_as_empty: bool
+    device: torch.device
+
+
+def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
+    """Return a batch in the form in which it is sent, and on a GPU whether its lengths contradict its ids.
 
     Args:
         features: what the user passed.
-        names: features that the collection reads.
-        weighted: whether it needs pooling weights.
-        device: where the tables are.
+        wanted: what the collection reads.
+
+    Returns:
+        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPU, None on the CPU or where batch sizes
+        vary by feature. Where it is true, all ids are in the first bag, so that nothing is read out of bounds.
 
     Raises:
-        TypeError: ids of a wrong dtype.
-        ValueError: a feature or the weights are missing, or lengths do not fit.
+        TypeError: ids, lengths, offsets or weights of a wrong type.
+        ValueError: a feature or the weights are missing, or parts of the batch contradict each other.
+
+    Host sync: none on a GPU.
     """
     kjt = as_kjt(features)
-    _check(kjt, names, weighted, device)
-    return kjt
-
-
-def _check(kjt: KeyedJaggedTensor, names: list[str], weighted: bool, device: torch.device) -> None:
-    missing = [name for name in names if name not in kjt.keys()]
-    if missing:
-        raise ValueError(
-            f"features: {missing} are not in the batch, which has {kjt.keys()}; add them, if need be empty"
-        )
+    keys = _check_keys(kjt.keys(), wanted)
     ids = kjt.values()
-    if ids.dtype not in _ID_DTYPES:
-        raise TypeError(f"features: ids must be int64, int32 or uint64, got {ids.dtype}; convert with values.long()")
-    if ids.device != device:
-        raise ValueError(f"features: ids are on {ids.device}, the tables on {device}; move the batch with .to(device)")
-    if weighted and kjt.weights_or_none() is None:
-        raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
+    _check_part("ids", ids, _ID_DTYPES, wanted.device)
+    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
+    if lengths is None and offsets is None:
+        raise ValueError("features: the batch has neither lengths nor offsets; pass lengths=")
+    for name, part in (("lengths", lengths), ("offsets", offsets)):
+        if part is not None:
+            _check_part(name, part, _LENGTH_DTYPES, wanted.device)
+    weights = _checked_weights(kjt, wanted)
+    if ids.dtype != torch.int64:
+        ids = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
+    if kjt.variable_stride_per_key():
+        return _of_variable_size(kjt, ids, weights), None
+    batch_size = _batch_size(kjt, len(keys))
+    if lengths is None:
+        assert offsets is not None
+        lengths = offsets.diff()
+    lengths = lengths.to(torch.int64)
+    contradicts = None
     if ids.device.type == "cpu":
-        lengths = kjt.lengths()
-        if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.sum()) != ids.numel()):
+        length_per_key = _check_values(kjt, lengths, ids.numel(), batch_size)
+    else:
+        length_per_key = None
+        contradicts = _contradicts(lengths, offsets, ids.numel())
+        if lengths.numel():
+            in_first_bag = torch.zeros_like(lengths)
+            in_first_bag[:1] = ids.numel()
+            lengths = torch.where(contradicts, in_first_bag, lengths)
+    missing = [name for name in wanted.names if name not in keys]
+    if missing:
+        keys = [*keys, *missing]
+        lengths = torch.cat([lengths, lengths.new_zeros(len(missing) * batch_size)])
+        length_per_key = length_per_key and [*length_per_key, *[0] * len(missing)]
+    batch = KeyedJaggedTensor(
+        keys=keys,
+        values=ids.contiguous(),
+        weights=weights,
+        lengths=lengths,
+        stride=batch_size,
+        length_per_key=length_per_key,
+    )
+    return batch, contradicts
+
+
+def check_weights(batches: Iterable[KeyedJaggedTensor], weighted: bool) -> None:
+    """Check that batches have pooling weights, if their collection is weighted.
+
+    Raises:
+        ValueError: they have none.
+    """
+    if weighted and any(batch.weights_or_none() is None for batch in batches):
+        raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
+
+
+def _check_keys(keys: list[str], wanted: Wanted) -> list[str]:
+    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+    if twice:
+        raise ValueError(f"features: keys {twice} occur twice in the batch, which has {keys}; name each feature once")
+    missing = [name for name in wanted.names if name not in keys]
+    if missing and not wanted.missing_as_empty:
+        raise ValueError(
+            f"features: {missing} are not in the batch, which has {keys}; add them, if need be empty, or make the "
+            "sharder with missing_features_as_empty=True"
+        )
+    return keys
+
+
+def _check_part(name: str, part: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if part.dtype not in dtypes and (part.numel() or name == "ids"):
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"features: {name} must be {known}, got {part.dtype}; convert with .long()")
+    if part.layout != torch.strided:
+        raise TypeError(f"features: {name} must be a dense tensor, got layout {part.layout}; use .to_dense()")
+    if part.dim() != 1:
+        raise ValueError(f"features: {name} must have one dimension, got shape {tuple(part.shape)}; use .flatten()")
+    if part.device != device:
+        raise ValueError(
+            f"features: {name} are on {part.device}, the tables on {device}; move the batch with .to(device)"
+        )
+
+
+def _checked_weights(kjt: KeyedJaggedTensor, wanted: Wanted) -> torch.Tensor | None:
+    if not wanted.weighted:
+        return None
+    weights = kjt.weights_or_none()
+    if not wanted.weights_come_later:
+        check_weights([kjt], True)
+    if weights is None:
+        return None
+    if not weights.dtype.is_floating_point:
+        raise TypeError(f"features: weights must be floating pooling weights, got {weights.dtype}; use .float()")
+    _check_part("weights", weights, (weights.dtype,), wanted.device)
+    if weights.numel() != kjt.values().numel():
+        raise ValueError(f"features: {weights.numel()} weights for {kjt.values().numel()} ids; give one per id")
+    return weights.to(torch.float32)
+
+
+def _batch_size(kjt: KeyedJaggedTensor, num_keys: int) -> int:
+    """Return the number of samples; compares it with the number of bags."""
+    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
+    of_offsets = None if offsets is None else max(offsets.numel() - 1, 0)
+    num_bags = of_offsets if lengths is None else lengths.numel()
+    assert num_bags is not None
+    if of_offsets not in (None, num_bags):
+        raise ValueError(f"features: {num_bags} lengths, but offsets of {of_offsets} bags; pass one of them")
+    if num_bags % max(num_keys, 1):
+        raise ValueError(
+            f"features: {num_bags} lengths for {num_keys} features {kjt.keys()}: each feature needs one per sample"
+        )
+    batch_size = num_bags // max(num_keys, 1)
+    stride = kjt.stride()
+    # Who has no samples may say any number.
+    if stride != batch_size and num_bags:
+        raise ValueError(
+            f"features: stride={stride}, but {num_bags} lengths for {num_keys} features are {batch_size} samples; "
+            "leave stride out"
+        )
+    return batch_size
+
+
+def _check_values(kjt: KeyedJaggedTensor, lengths: torch.Tensor, num_ids: int, batch_size: int) -> list[int]:
+    """Compare what the parts of a batch on the CPU say about each other; return the lengths per key."""
+    if lengths.numel():
+        lowest, highest = (int(bound) for bound in lengths.aminmax())
+        # No sum overflows while no length is more than the ids.
+        total = int(lengths.sum()) if highest <= num_ids else highest
+    else:
+        lowest, total = 0, 0
+    if lowest < 0 or total != num_ids:
+        raise ValueError(
+            f"features: lengths must be non-negative and sum to the {num_ids} ids, "
+            f"got a minimum of {lowest} and a sum of {total}"
+        )
+    offsets = kjt.offsets_or_none()
+    if offsets is not None and offsets.numel():
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        if not torch.equal(offsets.to(torch.int64), ends):
+            raise ValueError("features: offsets must start at 0 and be the running sum of lengths; pass one of them")
+    per_key: list[int] = lengths.view(-1, max(batch_size, 1)).sum(1).tolist() if batch_size else [0] * len(kjt.keys())
+    starts = [0, *itertools.accumulate(per_key)]
+    for name, given, right in (
+        ("length_per_key", kjt.length_per_key_or_none(), per_key),
+        ("offset_per_key", kjt.offset_per_key_or_none(), starts),
+    ):
+        if given is not None and list(given) != right:
+            raise ValueError(f"features: {name}={list(given)}, but by its lengths {right}; leave {name} out")
+    return per_key
+
+
+def _contradicts(lengths: torch.Tensor, offsets: torch.Tensor | None, num_ids: int) -> torch.Tensor:
+    """Return, as bool ``[1]``, whether lengths i64 ``[K]`` on a GPU are not those of `num_ids` ids."""
+    if not lengths.numel():
+        return torch.full((1,), num_ids > 0, device=lengths.device)
+    lowest, highest = lengths.aminmax()
+    wrong = (lowest < 0) | (highest > num_ids) | (lengths.sum() != num_ids)
+    if offsets is not None:
+        wrong = wrong | (offsets[0] != 0)
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        wrong = wrong | (offsets != ends).any()
+    return wrong.view(1)
+
+
+def _of_variable_size(kjt: KeyedJaggedTensor, ids: torch.Tensor, weights: torch.Tensor | None) -> KeyedJaggedTensor:
+    """Return a batch whose features have a number of samples each."""
+    lengths = kjt.lengths().to(torch.int64)
+    num_bags = sum(kjt.stride_per_key())
+    if lengths.numel() != num_bags:
+        raise ValueError(f"features: {lengths.numel()} lengths, but stride_per_key_per_rank are {num_bags} samples")
+    if ids.device.type == "cpu" and lengths.numel():
+        lowest, total = int(lengths.min()), int(lengths.sum())
+        if lowest < 0 or total != ids.numel():
             raise ValueError(
                 f"features: lengths must be non-negative and sum to the {ids.numel()} ids, "
-                f"got a minimum of {int(lengths.min())} and a sum of {int(lengths.sum())}"
+                f"got a minimum of {lowest} and a sum of {total}"
             )
+    return KeyedJaggedTensor(
+        keys=kjt.keys(),
+        values=ids.contiguous(),
+        weights=weights,
+        lengths=lengths,
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank(),
+        inverse_indices=kjt.inverse_indices_or_none(),
+    )

@@ -15,10 +15,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.check_plan import checked_plan
+from dynamicemb.sharding.constraints import plan_for_our_tables
 from dynamicemb.sharding.dedup import Deduplication
 from dynamicemb.sharding.empty_batch import sequences_without_padding
 from dynamicemb.sharding.kernels import needs_counts
-from dynamicemb.sharding.refused_batch import Refusal
+from dynamicemb.sharding.requests import let_go_of_graphs
+from dynamicemb.sharding.sent_batch import Sending
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
     DynamicRwSequenceSharding,
@@ -27,6 +29,7 @@ from dynamicemb.sharding.shardings import (
     split_off_dynamic,
 )
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
+from dynamicemb.sharding.wrapped import check_input_dist
 
 
 class DynamicCollectionContext(EmbeddingCollectionContext):
@@ -52,10 +55,10 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = [self.module_sharding_plan[name].dynamicemb_options for name in self.dynamic_table_names()]
-        self._refusal = Refusal()
+        self._sending = Sending()
         for sharding in self._sharding_type_to_sharding.values():
             if isinstance(sharding, DynamicRwSequenceSharding):
-                sharding.refusal = self._refusal
+                sharding.sending = self._sending
                 sharding.carries_counts = self._use_index_dedup and needs_counts(options)
         if self._use_index_dedup and self._enable_feature_score_weight_accumulation:
             raise ValueError(
@@ -88,6 +91,32 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
     def create_context(self) -> DynamicCollectionContext:
         """Make the context of one batch."""
         return DynamicCollectionContext(sharding_contexts=[])
+
+    def compute(self, ctx: DynamicCollectionContext, dist_input: Any) -> list[torch.Tensor]:
+        """Look up; see TorchRec's method."""
+        check_input_dist(ctx, self.dynamic_table_names())
+        looked_up: list[torch.Tensor] = super().compute(ctx, dist_input)
+        return looked_up
+
+    def _shardings(self) -> list[Any]:
+        return list(self._sharding_type_to_sharding.values())
+
+    def check_batch(self, batch: KeyedJaggedTensor) -> None:
+        """Refuse what sequences cannot do.
+
+        Raises:
+            ValueError: in training, the batch has another number of samples for some features.
+        """
+        if batch.variable_stride_per_key() and self._has_dynamic_tables and self.training:
+            raise ValueError(
+                "features: batches of variable size per feature are not supported for an EmbeddingCollection with "
+                "dynamic tables in training, which would read rows and train none; give all features the same batch "
+                "size, or call eval()"
+            )
+
+    def forget_inverse_indices(self, inverse: tuple[list[str], torch.Tensor]) -> None:
+        """Take the order of inverse indices from this batch."""
+        self._inverse_indices_permute_per_sharding = None
 
     def output_dist(self, ctx: DynamicCollectionContext, output: list[torch.Tensor]) -> Any:
         """Start the exchange of results; see TorchRec's method."""
@@ -122,9 +151,10 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
 
 def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
-    if ctx.is_padded:
+    # Modules that hold a collection may bring a context of their own.
+    if getattr(ctx, "is_padded", False):
         awaitable.callbacks.append(sequences_without_padding)
-    return awaitable
+    return let_go_of_graphs(awaitable)
 
 
 class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
@@ -135,7 +165,19 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             first values, which is otherwise ``torch.initial_seed()`` of rank 0.
         qcomm_codecs_registry: as in TorchRec.
         use_index_dedup: send every distinct id once.
+        missing_features_as_empty: read a feature that a batch lacks as one without ids; otherwise it is an error.
     """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        use_index_dedup: bool = False,
+        *,
+        missing_features_as_empty: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
+        self.missing_features_as_empty = missing_features_as_empty
 
     def shard(
         self,
@@ -152,8 +194,9 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
         """
         params = checked_plan(params, module.embedding_configs())
+        params = plan_for_our_tables(params, module_fqn)
         check_fused_params(self.fused_params, params, weights_of(module.embeddings), device)
-        return ShardedDynamicEmbeddingCollection(
+        sharded = ShardedDynamicEmbeddingCollection(
             module,
             params,
             env,
@@ -163,6 +206,8 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             use_index_dedup=self._use_index_dedup,
             module_fqn=module_fqn,
         )
+        sharded.missing_features_as_empty = self.missing_features_as_empty
+        return sharded
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicEmbeddingCollection]:

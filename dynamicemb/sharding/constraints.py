@@ -1,12 +1,15 @@
 """What a user says about a table, and what the plan says about it."""
 
+import copy
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import CacheParams, ParameterSharding
 
 from dynamicemb.dynamicemb_config import DynamicEmbKernel, DynamicEmbTableOptions
+from dynamicemb.sharding.plan_mark import DynamicTableMark, not_planned_by_us, title_of_table
 from dynamicemb.sharding.torchrec_compat import CUSTOMIZED_KERNEL
 
 # Keys of fused_params that are ours: they never reach FBGEMM.
@@ -29,7 +32,8 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     """Constraints of one table for the planner.
 
     Attributes:
-        use_dynamicemb: True makes the table dynamic; False leaves it to TorchRec.
+        use_dynamicemb: True makes the table dynamic; False leaves it to TorchRec. A planner of TorchRec takes such a
+            constraint, but its plan is refused when the table is sharded: it would be a static one.
         dynamicemb_options: options of a dynamic table. The planner works on a copy.
     """
 
@@ -39,6 +43,17 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     def __post_init__(self) -> None:
         if not isinstance(self.dynamicemb_options, DynamicEmbTableOptions):
             raise TypeError(f"dynamicemb_options must be DynamicEmbTableOptions, got {self.dynamicemb_options!r}")
+
+    @property
+    def cache_params(self) -> CacheParams | None:  # type: ignore[override]
+        """What TorchRec's planner copies into a plan: the mark of a dynamic table, else what was given."""
+        given = self.given_cache_params
+        return DynamicTableMark(given=given) if self.use_dynamicemb else given
+
+    @cache_params.setter
+    def cache_params(self, value: CacheParams | None) -> None:
+        # A copy of a constraint passes on what it read.
+        self.given_cache_params = value.given if isinstance(value, DynamicTableMark) else value
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.use_dynamicemb, self.dynamicemb_options))
@@ -54,6 +69,7 @@ class DynamicEmbParameterSharding(ParameterSharding):
         dist_type: which rank owns an id, see `dynamicemb.table.ownership`.
         dynamicemb_options: options of this table on one rank.
         group: tables of different groups are not fused; the planner splits tables of more than 2^31 - 1 slots.
+        cache_params: a mark that TorchRec's own sharders raise for; a dynamic table has no cache.
     """
 
     compute_kernel: str = CUSTOMIZED_KERNEL
@@ -61,6 +77,7 @@ class DynamicEmbParameterSharding(ParameterSharding):
     dist_type: str = "roundrobin"
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
     group: int = 0
+    cache_params: CacheParams | None = field(default_factory=lambda: DynamicTableMark(planned=True))
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """Return what TorchRec adds to the table's fused_params."""
@@ -90,3 +107,28 @@ def has_idle_options(constraint: Any) -> bool:
 def is_dynamic(parameter_sharding: ParameterSharding) -> bool:
     """Say whether a plan entry is a dynamic table."""
     return isinstance(parameter_sharding, DynamicEmbParameterSharding)
+
+
+def plan_for_our_tables(plan: dict[str, ParameterSharding], module: str | None) -> dict[str, ParameterSharding]:
+    """Return the plan of a collection as our sharders hand it to TorchRec's code: without the mark.
+
+    Args:
+        plan: by table name; not changed.
+        module: path of the collection in the model, if it is known.
+
+    Raises:
+        ValueError: a table was meant to be dynamic, but its entry is somebody else's.
+    """
+    ours = copy.copy(plan)
+    for table, entry in plan.items():
+        if is_dynamic(entry):
+            ours[table] = dataclasses.replace(entry, cache_params=None)
+        elif isinstance(entry.cache_params, DynamicTableMark):
+            raise not_planned_by_us(table, module)
+        elif entry.compute_kernel == CUSTOMIZED_KERNEL:
+            raise ValueError(
+                f"{title_of_table(table, module)} has a plan entry of type {type(entry).__name__} with the "
+                f"compute kernel {CUSTOMIZED_KERNEL!r}, which is none of ours; plan with "
+                "DynamicEmbeddingShardingPlanner, or make the entry a DynamicEmbParameterSharding"
+            )
+    return ours

@@ -19,6 +19,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.optimizer import EmbOptimType
 from dynamicemb.sharding.check_constraints import occurrences_per_step
+from dynamicemb.sharding.check_sharders import configs_of
 from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints
 from dynamicemb.sharding.table_sizes import TableMemory, grows, slots_on_rank, table_memory, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import optimizer_of_parameter, remember_search_space
@@ -55,6 +56,20 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
         )
         self.memory: dict[str, TableMemory] = {}
 
+    @property
+    def dynamic_options(self) -> dict[str, DynamicEmbTableOptions]:
+        """The options of the tables that it takes for dynamic, by name."""
+        return {
+            name: constraint.dynamicemb_options
+            for name, constraint in self._user_constraints.items()
+            if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb
+        }
+
+    @property
+    def world_size(self) -> int:
+        """Over how many ranks it spreads a table."""
+        return self._world_size
+
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """Return the sharding options of a module; see TorchRec's method."""
         options = super().enumerate(module, sharders)
@@ -90,7 +105,7 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
 
     def _grows_beside(self, collection: Any, options: DynamicEmbTableOptions) -> bool:
         """Say whether a table grows that shares a module with one of these options, or is it."""
-        for config in _configs_of(collection):
+        for config in configs_of(collection):
             constraint = self._user_constraints.get(config.name)
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 # Options are equal where TorchRec gives tables to one module.
@@ -107,15 +122,10 @@ def _for_torchrec(constraint: ParameterConstraints) -> ParameterConstraints:
     constraint = copy.copy(constraint)
     constraint.sharding_types = [ShardingType.ROW_WISE.value]
     constraint.compute_kernels = [EmbeddingComputeKernel.FUSED.value]
+    # The mark stays: should another planner ask, it goes into the plan.
     constraint.cache_params = None
     return constraint
 
 
-def _configs_of(module: Any) -> list[Any]:
-    bags = hasattr(module, "embedding_bag_configs")
-    configs: list[Any] = module.embedding_bag_configs() if bags else module.embedding_configs()
-    return configs
-
-
 def _config_of(module: Any, table: str) -> Any:
-    return next(config for config in _configs_of(module) if config.name == table)
+    return next(config for config in configs_of(module) if config.name == table)

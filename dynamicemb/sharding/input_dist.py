@@ -10,7 +10,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.bucketize import bucketize
-from dynamicemb.sharding.refused_batch import Refusal, sent_batch_type
+from dynamicemb.sharding.sent_batch import Sending, sent_batch_type
 from dynamicemb.sharding.torchrec_compat import replace_values
 from dynamicemb.table.ownership import CONTINUOUS, as_int64, owner_of
 
@@ -38,7 +38,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         is_sequence: rows travel back per occurrence, so the order must be remembered.
         keep_weights: whether the batch's weights travel along. Equal on all ranks, also on those with an empty batch:
             the exchange would wait for ever otherwise.
-        refusal: says whether the batch is refused, see `dynamicemb.sharding.refused_batch`.
+        sending: what is known of the batch, see `dynamicemb.sharding.sent_batch`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
         keep_weights: bool,
-        refusal: Refusal,
+        sending: Sending,
     ) -> None:
         # TorchRec's block sizes have no meaning here; its code beyond `forward` only needs one per feature.
         super().__init__(
@@ -62,7 +62,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         # Neighbours on the same route are asked for together.
         self._runs = [(route, len(list(run))) for route, run in itertools.groupby(routes)]
         self.keep_weights = keep_weights
-        self.refusal = refusal
+        self.sending = sending
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Start the exchange.
@@ -81,10 +81,33 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
             lengths, order, position = bucketize(self._owners(ids, sparse_features), lengths, self._world_size)
             ids = ids[order]
             weights = weights[order] if weights is not None else None
-            if self._is_sequence:
+            if self._is_sequence or self.sending.wants_gradient:
                 self.unbucketize_permute_tensor = position
-        kind = sent_batch_type(self.refusal, self._world_size)
-        return self._dist(replace_values(sparse_features, ids, lengths, weights, self._world_size, kind))
+        length_per_key = self._length_per_key(sparse_features, lengths)
+        kind = sent_batch_type(self.sending, self._world_size)
+        return self._dist(
+            replace_values(sparse_features, ids, lengths, weights, self._world_size, kind, length_per_key)
+        )
+
+    def _length_per_key(self, features: KeyedJaggedTensor, lengths: torch.Tensor) -> list[int] | None:
+        """Return the sums of lengths ``[W * F * B]`` per rank and feature; None leaves them to TorchRec.
+
+        Raises:
+            ValueError: lengths and ids of the batch contradict each other.
+
+        Host sync: one on a GPU, which spares TorchRec its own.
+        """
+        contradicts = self.sending.contradicts
+        if contradicts is None:
+            return None
+        sums = lengths.view(self._world_size * len(features.keys()), -1).sum(1)
+        *length_per_key, wrong = torch.cat([sums, contradicts.to(sums.dtype)]).tolist()
+        if wrong:
+            raise ValueError(
+                "features: lengths must be non-negative and sum to the number of ids, and offsets, if there are any, "
+                "must start at 0 and be their running sum"
+            )
+        return length_per_key
 
     def _owners(self, ids: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return the owner of every id, i64 ``[N]``."""

@@ -1,6 +1,6 @@
 """The compute kernels that TorchRec's lookups call: one group of dynamic tables each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,47 +16,60 @@ from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbScoreS
 from dynamicemb.sharding.check_params import arguments_of_module
 from dynamicemb.sharding.constraints import OPTIONS_PARAM, DynamicEmbParameterSharding
 from dynamicemb.sharding.dedup import unpack_counts
+from dynamicemb.sharding.param_group import TableParamGroup
+from dynamicemb.sharding.table_weights import TableStandIn, make_weight
 from dynamicemb.sharding.torchrec_compat import module_params
+from dynamicemb.table.import_rows import adopt_updates
 from dynamicemb.table.plan import InsertPlan
+from dynamicemb.table.scores import MAX_SCORE
 
 
 class DynamicEmbeddingFusedOptimizer(FusedOptimizer):
     """Stands for the optimizer inside a module, so that learning rate schedulers reach it.
 
-    The rate is handed on by `step`, by `zero_grad` and by the next forward, whichever comes first. It holds no state:
-    the optimizer state of a row lives in its table.
+    It holds no state: the optimizer state of a row lives in its table. Nor does it hold the learning rate, which it
+    shows (`TableParamGroup`).
 
     Args:
         emb_module: the module.
-        learning_rate: its present learning rate.
     """
 
-    def __init__(self, emb_module: BatchedDynamicEmbeddingTablesV2, learning_rate: float) -> None:
-        super().__init__({}, {}, [{"params": [], "lr": learning_rate}])
+    def __init__(self, emb_module: BatchedDynamicEmbeddingTablesV2) -> None:
         self._emb_module = emb_module
-        self._pushed = learning_rate
-
-    def push_learning_rate(self) -> None:
-        """Hand the learning rate on if it changed."""
-        # A number: schedulers change a rate that is a tensor in place.
-        learning_rate = float(next(iter(self.param_groups))["lr"])
-        if learning_rate != self._pushed:
-            self._emb_module.set_learning_rate(learning_rate)
-            self._pushed = learning_rate
-
-    def adopt_learning_rate(self) -> None:
-        """Take the rate of the module, which a load has set."""
-        self._pushed = self._emb_module.optimizer.learning_rate
-        for group in self.param_groups:
-            group["lr"] = self._pushed
+        self._group = TableParamGroup(emb_module.optimizer_settings)
+        self.weights: dict[str, nn.Parameter] = {}
+        super().__init__({}, {}, [self._group])
 
     def step(self, closure: Any = None) -> None:
-        """Hand the learning rate on; backward has already updated the rows."""
-        self.push_learning_rate()
+        """Hand on a learning rate that is a tensor and has changed; backward has already updated the rows."""
+        self._emb_module.optimizer_settings.hand_on()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hand the learning rate on; there are no gradients."""
-        self.push_learning_rate()
+        """Hand on a learning rate that is a tensor and has changed; there are no gradients."""
+        self._emb_module.optimizer_settings.hand_on()
+
+    def save_param_groups(self, save: bool) -> None:
+        """Let the state_dict hold the param group; then it must list parameters, by which a load tells groups apart."""
+        super().save_param_groups(save)
+        self.params = dict(self.weights) if save else {}
+        self._group.show_params(list(self.params.values()))
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Change ``lr``, ``eps``, ``beta1``, ``beta2`` or ``weight_decay``; TorchRec hands this on to all optimizers.
+
+        Raises:
+            TypeError: a value that is no number.
+            ValueError: a name that this optimizer does not read, or a value out of range. Nothing has changed.
+        """
+        names = {"lr": "learning_rate"}
+        settings = self._emb_module.optimizer_settings
+        settings.change(**{names.get(name, name): value for name, value in params_dict.items()})
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Go on as after so many steps; TorchRec hands this on to all optimizers."""
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_SCORE:
+            raise ValueError(f"step must be an int in 0..{MAX_SCORE}, got {step!r}")
+        adopt_updates(self._emb_module.tables, step, keep=False)
 
 
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
@@ -87,8 +100,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         )
         # The lookup plans for all groups and ranks, see plan_on_all_ranks.
         self._emb_module.insert_checks.left_to_ranks = True
-        learning_rate = config.fused_params.get("learning_rate", self._emb_module.optimizer.learning_rate)
-        self._optim = DynamicEmbeddingFusedOptimizer(self._emb_module, learning_rate)
+        self._optim = DynamicEmbeddingFusedOptimizer(self._emb_module)
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -104,6 +116,27 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def fused_optimizer(self) -> FusedOptimizer:
         """The handle for learning rate schedulers."""
         return self._optim
+
+    def show_weights(self, tables: nn.ModuleDict, prefix: str, trained: Mapping[str, bool]) -> None:
+        """Put an empty weight for each table where the unsharded collection has its weight.
+
+        Args:
+            tables: of the collection, by name.
+            prefix: where they stand in the collection.
+            trained: whether the weights of the unsharded collection, by their names in it, require a gradient.
+        """
+        module = self._emb_module
+        for t, name in enumerate(module.table_names):
+            path = f"{prefix}.{name}.weight"
+            optimizer = self._optim if t == 0 else None
+            args = (module.dims[t], module.embedding_dtype, module.tables.device, trained.get(path, True), optimizer)
+            self._optim.weights[path] = make_weight(*args)
+            tables[name] = TableStandIn(self._optim.weights[path])
+        self.ask_weights(tables)
+
+    def ask_weights(self, tables: nn.ModuleDict) -> None:
+        """Freeze the tables by the weights that a collection shows, see `show_weights`."""
+        self._emb_module.weight_holders = [tables[name] for name in self._emb_module.table_names]
 
     def plan_inserts(self, features: KeyedJaggedTensor) -> list[InsertPlan]:
         """Return what a batch would do to the tables of ``safe_check_mode`` ERROR; see the module's method."""
@@ -156,7 +189,6 @@ class BatchedDynamicEmbedding(DynamicKernel):
         Returns:
             ``[N, D]``.
         """
-        self._optim.push_learning_rate()
         return self._emb_module(features.values(), features.offsets(), frequency_counters=self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
@@ -180,7 +212,6 @@ class BatchedDynamicEmbeddingBag(DynamicKernel):
         Returns:
             ``[B, total_D]``.
         """
-        self._optim.push_learning_rate()
         return self._emb_module(features.values(), features.offsets(), features.weights_or_none())
 
 

@@ -39,6 +39,7 @@ from dynamicemb.sharding.constraints import (
     has_idle_options,
 )
 from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
+from dynamicemb.sharding.plan_mark import DynamicTableMark
 from dynamicemb.sharding.table_sizes import TableMemory, slots_on_rank, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import make_topology
 from dynamicemb.warn import warn
@@ -85,6 +86,7 @@ class DynamicEmbeddingShardingPlanner:
     ) -> None:
         constraints = constraints or {}
         configs = _check_names(eb_configs, constraints)
+        self._configs = configs
         self._topology = topology or _default_topology()
         self._batch_size = batch_size or _DEFAULT_BATCH_SIZE
         self._options: dict[str, DynamicEmbTableOptions] = {}
@@ -105,11 +107,8 @@ class DynamicEmbeddingShardingPlanner:
                 )
         if enumerator is None:
             enumerator = DynamicEmbeddingEnumerator(self._topology, self._batch_size, constraints)
-        elif not isinstance(enumerator, DynamicEmbeddingEnumerator) and self._options:
-            warn(
-                f"enumerator is a {type(enumerator).__name__}: the plan counts dynamic tables as dense ones; "
-                "pass a DynamicEmbeddingEnumerator or None",
-            )
+        else:
+            _check_enumerator(enumerator, constraints, set(self._options), self._topology.world_size)
         self._enumerator = enumerator
         self._planner = EmbeddingShardingPlanner(
             topology=self._topology,
@@ -178,23 +177,25 @@ class DynamicEmbeddingShardingPlanner:
 
     def _plan_static(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None) -> ShardingPlan:
         sharders = sharders or get_default_sharders()
-        check_sharders(module, sharders, set(self._options))
+        check_sharders(module, sharders, {name: self._configs[name] for name in self._options})
         plan = self._planner.plan(module, sharders)
-        check_planned(plan, set(self._options))
+        check_planned(plan, self._options)
         if self.memory:
             logger.info(memory_report(self.memory))
         return plan
 
     def _with_dynamic_tables(self, plan: ShardingPlan) -> ShardingPlan:
         """Replace the entries of dynamic tables."""
-        for module_plan in plan.plan.values():
+        for path, module_plan in plan.plan.items():
             group, slots_in_group = 0, 0
             for name in [name for name in module_plan if name in self._options]:
                 slots = self._slots[name]
                 if slots_in_group + slots > MAX_GROUP_SLOTS:
                     group, slots_in_group = group + 1, 0
                 slots_in_group += slots
-                module_plan[name] = self._parameter_sharding(name, group, module_plan[name])
+                entry = self._parameter_sharding(name, group, module_plan[name])
+                entry.cache_params = DynamicTableMark(name, path, planned=True)
+                module_plan[name] = entry
         return plan
 
     def _parameter_sharding(self, name: str, group: int, planned: Any) -> DynamicEmbParameterSharding:
@@ -254,6 +255,35 @@ def _check_names(eb_configs: list[Any], constraints: dict[str, ParameterConstrai
             "use the names of the embedding configs"
         )
     return configs
+
+
+def _check_enumerator(
+    enumerator: Enumerator, constraints: dict[str, ParameterConstraints], dynamic: set[str], world_size: int
+) -> None:
+    """Check that an enumerator takes the same tables for dynamic as the planner, of the same size."""
+    if not isinstance(enumerator, DynamicEmbeddingEnumerator):
+        if dynamic:
+            warn(
+                f"enumerator is a {type(enumerator).__name__}: the plan counts dynamic tables as dense ones; "
+                "pass a DynamicEmbeddingEnumerator or None",
+            )
+        return
+    options = enumerator.dynamic_options
+    differing = sorted(
+        name
+        for name in dynamic | options.keys()
+        if name not in dynamic or name not in options or options[name] != constraints[name].dynamicemb_options  # type: ignore[attr-defined]
+    )
+    if differing:
+        raise ValueError(
+            f"constraints of the enumerator and of the planner differ for dynamic tables {differing}; pass the same "
+            "constraints to both, or leave enumerator None"
+        )
+    if enumerator.world_size != world_size:
+        raise ValueError(
+            f"enumerator has a topology with world_size={enumerator.world_size}, the planner one with {world_size}; "
+            "pass the same topology to both, or leave enumerator None"
+        )
 
 
 def _default_topology() -> Topology:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwPooledEmbeddingSharding
-from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodec, QuantizedCommCodecs
 
 
 class _AllToAllSum(torch.autograd.Function):
@@ -15,24 +15,58 @@ class _AllToAllSum(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, partial: torch.Tensor, batch_sizes: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        partial: torch.Tensor,
+        batch_sizes: list[int],
+        group: dist.ProcessGroup,
+        codecs: QuantizedCommCodecs | None,
     ) -> torch.Tensor:
         """Return the bags of this rank ``[B, D]`` from partial sums of all ranks' bags ``[sum of B, D]``."""
-        world_size, own = len(batch_sizes), batch_sizes[dist.get_rank(group)]
-        ctx.batch_sizes, ctx.group = batch_sizes, group
-        received = partial.new_empty(world_size * own, partial.shape[1])
-        dist.all_to_all_single(received, partial.contiguous(), [own] * world_size, batch_sizes, group=group)
-        return received.view(world_size, own, partial.shape[1]).sum(0)
+        world_size, own, dim = len(batch_sizes), batch_sizes[dist.get_rank(group)], partial.shape[1]
+        ctx.batch_sizes, ctx.group, ctx.codec = batch_sizes, group, codecs and codecs.backward
+        sent = [size * dim for size in batch_sizes]
+        received = _exchange(partial, sent, [own * dim] * world_size, group, codecs and codecs.forward)
+        return received.view(world_size, own, dim).sum(0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Return the gradient of the partial sums: every rank gets every rank's gradient, scaled as TorchRec does."""
-        world_size = len(ctx.batch_sizes)
-        received = grad.new_empty(sum(ctx.batch_sizes), grad.shape[1])
-        dist.all_to_all_single(
-            received, grad.repeat(world_size, 1), ctx.batch_sizes, [grad.shape[0]] * world_size, group=ctx.group
+        world_size, dim = len(ctx.batch_sizes), grad.shape[1]
+        expected = [size * dim for size in ctx.batch_sizes]
+        copies = grad.repeat(world_size, 1)
+        received = _exchange(copies, [grad.numel()] * world_size, expected, ctx.group, ctx.codec).view(-1, dim)
+        return received / world_size if get_gradient_division() else received, None, None, None
+
+
+def _exchange(
+    sent: torch.Tensor,
+    sent_sizes: list[int],
+    received_sizes: list[int],
+    group: dist.ProcessGroup,
+    codec: QuantizedCommCodec[Any] | None,
+) -> torch.Tensor:
+    """Exchange the elements of a tensor, in the form that a codec gives them.
+
+    Args:
+        sent: parts for all ranks, one after the other.
+        sent_sizes: elements for each rank.
+        received_sizes: elements from each rank.
+        group: the ranks.
+        codec: None sends the tensor as it is.
+
+    Returns:
+        What came, flat, in rank order.
+    """
+    encoded, context = sent.contiguous().view(-1), None
+    if codec is not None:
+        context = codec.create_context()
+        sent_sizes, received_sizes = (
+            [codec.calc_quantized_size(size, context) for size in sizes] for sizes in (sent_sizes, received_sizes)
         )
-        return received / world_size if get_gradient_division() else received, None, None
+        encoded = codec.encode(encoded, context)
+    received = encoded.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, encoded, received_sizes, sent_sizes, group=group)
+    return received if codec is None else codec.decode(received, context)
 
 
 class PooledOutputDist(RwPooledEmbeddingDist):
@@ -55,7 +89,7 @@ class PooledOutputDist(RwPooledEmbeddingDist):
             # A group of several backends ("cpu:gloo,cuda:nccl") has no one name: what serves CPU tensors is gloo.
             gloo = local_embs.device.type == "cpu" or dist.get_backend(self._pg) == "gloo"
             if gloo and len(set(sizes)) > 1:
-                return NoWait(_AllToAllSum.apply(local_embs, sizes, self._pg))
+                return NoWait(_AllToAllSum.apply(local_embs, sizes, self._pg, self._codecs))
         return super().forward(local_embs, sharding_ctx)
 
 

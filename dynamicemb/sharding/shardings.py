@@ -7,18 +7,18 @@ import torch.distributed as dist
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist, RwSequenceEmbeddingSharding
+from torchrec.distributed.types import CommOp, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.sharding.check_params import drop_own_params
 from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
 from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
 from dynamicemb.sharding.insert_plans import PlansInserts
 from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
-from dynamicemb.sharding.pooled_output import RwPooledSharding
-from dynamicemb.sharding.refused_batch import Refusal
+from dynamicemb.sharding.pooled_output import PooledOutputDist, RwPooledSharding
+from dynamicemb.sharding.sent_batch import Sending
+from dynamicemb.warn import warn
 
 # Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.
 DYNAMIC_ROW_WISE = "dynamic_row_wise"
@@ -26,7 +26,14 @@ DYNAMIC_ROW_WISE = "dynamic_row_wise"
 ShardingInfos = dict[str, list[EmbeddingShardingInfo]]
 
 
-class DynamicSequenceLookup(PlansInserts, GroupedEmbeddingsLookup):
+class NothingToPrefetch:
+    """What a prefetching pipeline asks of a lookup; comes before TorchRec's class in the bases."""
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
+        """Do nothing: all rows of a dynamic table are in the memory of its device."""
+
+
+class DynamicSequenceLookup(NothingToPrefetch, PlansInserts, GroupedEmbeddingsLookup):
     """Sequence lookup in groups of dynamic tables."""
 
     def _create_embedding_kernel(
@@ -34,14 +41,8 @@ class DynamicSequenceLookup(PlansInserts, GroupedEmbeddingsLookup):
     ) -> BatchedDynamicEmbedding:
         return BatchedDynamicEmbedding(config, pg, device)
 
-    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Refuse: prefetch pipelines come with rows in host memory."""
-        raise UnsupportedOptionError(
-            "dynamic tables cannot be prefetched in this version; use TrainPipelineSparseDist or no pipeline"
-        )
 
-
-class DynamicPooledLookup(PlansInserts, GroupedPooledEmbeddingsLookup):
+class DynamicPooledLookup(NothingToPrefetch, PlansInserts, GroupedPooledEmbeddingsLookup):
     """Pooled lookup in groups of dynamic tables."""
 
     def _create_embedding_kernel(
@@ -53,15 +54,15 @@ class DynamicPooledLookup(PlansInserts, GroupedPooledEmbeddingsLookup):
 class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
     """Row-wise sharding of sequence tables."""
 
-    # Whether weights carry counts, and why a batch is refused; the collection sets both before the input dist is made.
+    # Whether weights carry counts, and the batch that is sent; the collection sets both before the input dist is made.
     carries_counts = False
-    refusal: Refusal
+    sending: Sending
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         device = device or self._device
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, refusal=self.refusal
+            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, sending=self.sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
@@ -72,18 +73,23 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
         lookup.ranks = self._pg
         return lookup
 
+    def create_output_dist(self, device: torch.device | None = None) -> RwSequenceEmbeddingDist:
+        """Make the exchange of results; warns of a codec that it has no use for."""
+        _check_codecs(self, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
+        return super().create_output_dist(device)
+
 
 class DynamicRwPooledSharding(RwPooledSharding):
     """Row-wise sharding of pooled tables."""
 
-    # Why a batch is refused; the collection sets it before the input dist is made.
-    refusal: Refusal
+    # The batch that is sent; the collection sets it before the input dist is made.
+    sending: Sending
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         weighted = any(config.is_weighted for config in self._grouped_embedding_configs)
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, refusal=self.refusal
+            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, sending=self.sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:
@@ -97,6 +103,22 @@ class DynamicRwPooledSharding(RwPooledSharding):
         )
         lookup.ranks = self._pg
         return lookup
+
+    def create_output_dist(self, device: torch.device | None = None) -> PooledOutputDist:
+        """Make the exchange of results; warns of a codec that it has no use for."""
+        _check_codecs(self, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+        return super().create_output_dist(device)
+
+
+def _check_codecs(sharding: Any, exchange: CommOp) -> None:
+    """Warn if codecs were given, but none for the exchange of dynamic tables."""
+    registry = sharding.qcomm_codecs_registry
+    if registry and registry.get(exchange.name) is None:
+        tables = [table.name for table in sharding.embedding_tables()]
+        warn(
+            f"qcomm_codecs_registry has codecs for {sorted(registry)}, but the results of dynamic tables {tables} "
+            f"travel by {exchange.name}, and without a codec; add one for it"
+        )
 
 
 def routes_of(sharding: Any) -> list[Route]:
@@ -134,6 +156,12 @@ def _check_plan(info: EmbeddingShardingInfo) -> None:
         raise ValueError(
             f"sharding_type of dynamic table {name!r} must be {ShardingType.ROW_WISE.value!r}, "
             f"got {plan.sharding_type!r}; plan with DynamicEmbeddingShardingPlanner"
+        )
+    config = info.embedding_config
+    if plan.dynamicemb_options.dim not in (None, config.embedding_dim):
+        raise ValueError(
+            f"dynamic table {name!r} has embedding_dim={config.embedding_dim} but is planned for "
+            f"{plan.dynamicemb_options.dim}; plan again with the configs that the model is built with"
         )
     if plan.dist_type != plan.dynamicemb_options.dist_type:
         raise ValueError(

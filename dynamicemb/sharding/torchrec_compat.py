@@ -7,7 +7,6 @@ release is one file to read.
 import inspect
 from typing import Any
 
-import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
@@ -35,27 +34,13 @@ TORCHREC_ONLY_PARAMS = frozenset(
 def as_kjt(features: Any) -> KeyedJaggedTensor:
     """Return a TorchRec input, which may be a TensorDict of jagged tensors, as a KeyedJaggedTensor.
 
-    uint64 ids become the int64 with the same bits: FBGEMM's permutations know no uint64.
-
     Raises:
         TypeError: it is neither.
     """
     kjt = features if isinstance(features, KeyedJaggedTensor) else maybe_td_to_kjt(features, None)
     if not isinstance(kjt, KeyedJaggedTensor):
         raise TypeError(f"features must be a KeyedJaggedTensor or a TensorDict, got {type(features).__name__}")
-    if kjt.values().dtype != torch.uint64:
-        return kjt
-    variable = kjt.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=kjt.keys(),
-        values=kjt.values().view(torch.int64),
-        weights=kjt.weights_or_none(),
-        lengths=kjt.lengths_or_none(),
-        offsets=kjt.offsets_or_none(),
-        stride=None if variable else kjt.stride(),
-        stride_per_key_per_rank=kjt.stride_per_key_per_rank() if variable else None,
-        inverse_indices=kjt.inverse_indices_or_none(),
-    )
+    return kjt
 
 
 def module_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
@@ -71,6 +56,7 @@ def replace_values(
     weights: Any = None,
     num_copies: int = 1,
     kind: type[KeyedJaggedTensor] = KeyedJaggedTensor,
+    length_per_key: list[int] | None = None,
 ) -> KeyedJaggedTensor:
     """Return a KeyedJaggedTensor with other contents and the strides of `kjt`.
 
@@ -81,6 +67,7 @@ def replace_values(
         weights: one value per occurrence, or None.
         num_copies: how often the keys repeat (once per destination rank).
         kind: class of the result.
+        length_per_key: sums of lengths per key of the result, if they are known.
     """
     variable = kjt.variable_stride_per_key()
     return kind(
@@ -90,21 +77,13 @@ def replace_values(
         lengths=lengths,
         stride=None if variable else kjt.stride(),
         stride_per_key_per_rank=kjt.stride_per_key_per_rank() * num_copies if variable else None,
+        length_per_key=length_per_key,
     )
 
 
 def make_topology(**arguments: Any) -> Topology:
     """Build a planner topology. Newer releases log a warning that their factory was not used; it needs a trainer."""
     return Topology(**arguments)
-
-
-def forget_first_batch(collection: Any) -> None:
-    """Make a sharded collection take the order of features from its next batch, as if it had seen none."""
-    collection._has_uninitialized_input_dist = True
-    for made_from_it in (collection._input_dists, collection._features_order, collection._feature_splits):
-        made_from_it.clear()
-    if hasattr(collection, "_has_features_permute"):
-        collection._has_features_permute = True
 
 
 def remember_search_space(enumerator: Any, options: list[ShardingOption]) -> None:

@@ -1,31 +1,27 @@
 """What both sharded collections share: static tables stay TorchRec's business, dynamic ones are kept out of it."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 from torchrec.distributed.types import ShardingEnv
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Table
-from dynamicemb.checkpoint.state_dict import ENTRIES
 from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
-from dynamicemb.embedding.construct import check_device
+from dynamicemb.embedding.averaging import REMEDY, never_averaged
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import UnsupportedOptionError
-from dynamicemb.sharding.check_features import checked_features
 from dynamicemb.sharding.constraints import is_dynamic
-from dynamicemb.sharding.empty_batch import pad_empty_batch
 from dynamicemb.sharding.kernels import DynamicKernel
-from dynamicemb.sharding.refused_batch import Refusal, empty_batch
-from dynamicemb.sharding.torchrec_compat import forget_first_batch
+from dynamicemb.sharding.send_batch import SendsBatches
 from dynamicemb.warn import warn
 
 
-class WithDynamicTables(RowsInStateDict):
+@never_averaged
+class WithDynamicTables(SendsBatches, RowsInStateDict):
     """What both sharded collections share; comes before TorchRec's class in the bases.
 
     Attributes:
@@ -37,12 +33,14 @@ class WithDynamicTables(RowsInStateDict):
     PREFIX: str
     _device: torch.device | None
     _env: ShardingEnv
-    _has_uninitialized_input_dist: bool
-    # Sequences have no pooling weights.
-    _is_weighted: bool = False
-    _refusal: Refusal
     _lookups: list[Any]
     module_sharding_plan: dict[str, Any]
+
+    def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Shard a collection; arguments are those of TorchRec's class."""
+        super().__init__(module, *args, **kwargs)  # type: ignore[call-arg]
+        # TorchRec forgets which weights were frozen; for dynamic tables it is kept.
+        self._was_trained = {path: weight.requires_grad for path, weight in module.named_parameters()}
 
     @property
     def dynamic_embedding_modules(self) -> list[BatchedDynamicEmbeddingTablesV2]:
@@ -59,82 +57,23 @@ class WithDynamicTables(RowsInStateDict):
         return {config.name: config.num_embeddings for config in getattr(self, self.CONFIGS)}
 
     def finish_building(self) -> None:
-        """Begin to show rows in the state_dict; the last thing that a constructor does."""
-        for name in self.dynamic_table_names():
-            for entry in ENTRIES:
-                # get_model_state_dict looks up what a key names, attribute by attribute.
-                setattr(getattr(self, self.PREFIX)[name], entry, None)
+        """Show the weights of dynamic tables, and their rows in the state_dict; the last thing a constructor does."""
+        for kernel in self._dynamic_kernels():
+            kernel.show_weights(getattr(self, self.PREFIX), self.PREFIX, self._was_trained)
         self._is_built = True
 
     def dynamic_table_names(self) -> list[str]:
         """Return the names of the dynamic tables."""
         return [name for name, plan in self.module_sharding_plan.items() if is_dynamic(plan)]
 
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Start the exchange of ids; see TorchRec's method.
+    def static_table_names(self) -> list[str]:
+        """Return the names of the static tables."""
+        return [name for name, plan in self.module_sharding_plan.items() if not is_dynamic(plan)]
 
-        A malformed batch, or a table that cannot be trained yet, raises on all ranks, once the exchange is awaited; a
-        rank alone raises at once.
-        """
-        batch, error = self._checked(features)
-        padded = self.padded(batch)
-        ctx.is_padded = padded is not batch
-        self.prepare(ctx, padded)
-        is_first = self._has_uninitialized_input_dist
-        self._refusal.error = error
-        try:
-            # TorchRec compares the first batch with num_embeddings, which does not bound the ids of a dynamic table.
-            with self._only_static_configs():
-                return super().input_dist(ctx, padded)  # type: ignore[misc]
-        finally:
-            self._refusal.error = None
-            if error is not None and is_first:
-                forget_first_batch(self)
-
-    def padded(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return a batch that TorchRec can handle in the place of one without samples."""
-        return pad_empty_batch(batch)
-
-    def prepare(self, ctx: Any, features: KeyedJaggedTensor) -> None:
-        """Take from a batch what its results will need."""
-
-    def check_batch(self, features: Any) -> KeyedJaggedTensor:
-        """Return a batch as a KeyedJaggedTensor.
-
-        Raises:
-            TypeError: ids of a wrong dtype.
-            ValueError: the batch is malformed.
-        """
-        return checked_features(features, self._feature_names(), bool(self._is_weighted), self._tables_device)
-
-    def _checked(self, features: Any) -> tuple[KeyedJaggedTensor, Exception | None]:
-        """Return the batch to send, and why it stands for a malformed one if it does."""
-        try:
-            batch = self.check_batch(features)
-            # Before any group of tables is looked up, and on all ranks.
-            for module in self.dynamic_embedding_modules:
-                module.check_ready()
-        except Exception as error:
-            # Only input dists of dynamic tables tell the other ranks.
-            if self._env.world_size == 1 or not self._has_dynamic_tables:
-                raise
-            keys = self.__dict__.get("_keys_of_batches") or self._feature_names()
-            return empty_batch(keys, bool(self._is_weighted), self._tables_device), error
-        self.__dict__["_keys_of_batches"] = batch.keys()
-        return batch, None
-
-    def _feature_names(self) -> list[str]:
-        # Tables may share a feature.
-        names = [name for config in getattr(self, self.CONFIGS) for name in config.feature_names]
-        return list(dict.fromkeys(names))
-
-    @cached_property
-    def _has_dynamic_tables(self) -> bool:
-        return bool(self.dynamic_table_names())
-
-    @cached_property
-    def _tables_device(self) -> torch.device:
-        return check_device(self._device)
+    def static_configs(self) -> list[Any]:
+        """Return the configs of the static tables."""
+        static = set(self.static_table_names())
+        return [config for config in getattr(self, self.CONFIGS) if config.name in static]
 
     def update_shards(self, changed_sharding_params: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Move tables to other ranks; see TorchRec's method.
@@ -183,11 +122,6 @@ class WithDynamicTables(RowsInStateDict):
         """Return the ranks over which the tables are spread."""
         return Ranks(self._env.process_group)
 
-    def rows_loaded(self) -> None:
-        """Show the learning rates of the checkpoint to schedulers."""
-        for kernel in self._dynamic_kernels():
-            kernel.fused_optimizer.adopt_learning_rate()
-
     @staticmethod
     def _pre_load_state_dict_hook(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         module.drop_dynamic_weights(state_dict, prefix)
@@ -205,3 +139,24 @@ class WithDynamicTables(RowsInStateDict):
                 f"load_state_dict ignores the weights of dynamic tables {found}, whose rows are other entries; "
                 "import dense rows with insert() of dynamic_embedding_modules",
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy, which a process group does not allow unless torchrec's ``sharded_model_copy`` makes it.
+
+        Raises:
+            TypeError: as Python does for what cannot be copied.
+        """
+        state = self.__reduce_ex__(4)[2]
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        try:
+            copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[attr-defined]
+        except TypeError as error:
+            if not self._has_dynamic_tables:
+                raise
+            raise TypeError(
+                f"a sharded collection with dynamic tables {self.dynamic_table_names()} cannot be copied ({error}); "
+                f"{REMEDY}. To make a second model, shard it and load a dump or a state_dict"
+            ) from error
+        for kernel in copied._dynamic_kernels():
+            kernel.ask_weights(getattr(copied, self.PREFIX))
+        return copied
