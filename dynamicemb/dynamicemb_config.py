@@ -34,6 +34,7 @@ from dynamicemb.capacity import (
     state_offset_bytes,
     torch_to_dyn_emb,
 )
+from dynamicemb.config_initializer import initializer_of_config
 from dynamicemb.score_function import translate
 from dynamicemb.score_strategy import (
     DYNAMICEMB_CSTM_SCORE_CHECK,
@@ -56,6 +57,7 @@ from dynamicemb.types import (
     DEFAULT_LOWER,
     DEFAULT_UPPER,
     AdmissionStrategy,
+    Default,
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
 )
@@ -155,13 +157,22 @@ def complete_initializer_args(
     """Fill the open bounds of a UNIFORM initializer; other modes are returned as they are.
 
     Args:
-        initializer_args: not changed.
-        embedding_config: its ``num_embeddings`` N gives bounds of +-sqrt(1 / N); without it they are 0 and 1.
+        initializer_args: not changed. UNIFORM without bounds, the default, stands for no initializer.
+        embedding_config: where there is no initializer, its ``init_fn`` decides, or its ``weight_init_min`` and
+            ``weight_init_max``. If it has none either, and for a single open bound, its ``num_embeddings`` N gives
+            bounds of +-sqrt(1 / N). Without a config bounds are 0 and 1.
 
     Returns:
-        A new object if a bound was filled, else the argument.
+        A new object if something was filled, else the argument.
+
+    Raises:
+        ValueError: there is no initializer, and no initializer does what ``init_fn`` does.
     """
     args = initializer_args
+    if embedding_config is not None and args == DynamicEmbInitializerArgs():
+        asked = initializer_of_config(embedding_config)
+        if asked is not None:
+            return asked
     if args.mode is not DynamicEmbInitializerMode.UNIFORM or (args.lower is not None and args.upper is not None):
         return args
     lower, upper = DEFAULT_LOWER, DEFAULT_UPPER
@@ -197,8 +208,9 @@ class DynamicEmbTableOptions:
         local_hbm_for_values: bytes of GPU memory for rows on this rank.
         device_id: CUDA device of the table.
         training: False: the table is only read.
-        initializer_args: first values of rows. The default is UNIFORM without bounds: the planner makes them
-            +-sqrt(1 / num_embeddings), a module made without a planner takes 0 and 1.
+        initializer_args: first values of rows. The default is UNIFORM without bounds, and leaves them to the embedding
+            config of a sharded table: to its ``init_fn``, else to ``weight_init_min`` and ``weight_init_max``, else
+            +-sqrt(1 / num_embeddings). Anything else overrules the config. Without a config the bounds are 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
         caching: use GPU memory as a cache of host rows (planned).
         init_capacity: rows on this rank at the start, which the planner does not divide; None: ``max_capacity``, or for
@@ -255,7 +267,7 @@ class DynamicEmbTableOptions:
     eval_initializer_args: DynamicEmbInitializerArgs = field(default_factory=_constant_zero)
     caching: bool = False
     init_capacity: int | None = None
-    max_load_factor: float = 0.5
+    max_load_factor: float = Default(0.5)
     score_strategy: ScoreStrategy | None = DynamicEmbScoreStrategy.TIMESTAMP
     bucket_capacity: int | None = None
     safe_check_mode: DynamicEmbCheckMode = DynamicEmbCheckMode.IGNORE

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dynamicemb.types import Default
 from dynamicemb.warn import warn
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -164,21 +165,24 @@ def get_optimizer_ckpt_state_dim(opt_type: Any, dim: int, dtype: torch.dtype | N
 
 @dataclass
 class OptimizerArgs:
-    """Optimizer options with FBGEMM's names. ``OptimizerSpec.create`` says which have an effect."""
+    """Optimizer options with FBGEMM's names. ``OptimizerSpec.create`` says which have an effect.
+
+    A default that asks for nothing is a plain number; one that some optimizer acts on is a ``Default``.
+    """
 
     stochastic_rounding: bool = True
     gradient_clipping: bool = False
-    max_gradient: float = 1.0
+    max_gradient: float = Default(1.0)
     max_norm: float = 0.0
     learning_rate: float = 0.01
-    eps: float = 1e-8
+    eps: float = Default(1e-8)
     initial_accumulator_value: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
+    beta1: float = Default(0.9)
+    beta2: float = Default(0.999)
     weight_decay: float = 0.0
     weight_decay_mode: int = 0
-    eta: float = 0.001
-    momentum: float = 0.9
+    eta: float = Default(0.001)
+    momentum: float = Default(0.9)
     counter_halflife: int = -1
     adjustment_iter: int = -1
     adjustment_ub: float = 1.0
@@ -196,6 +200,10 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(OptimizerArgs)} |
     "counter_based_regularization": None,
     "cowclip_regularization": None,
 }
+# The values of what has another default, with which an option asks for nothing.
+_OFF: dict[str, Any] = {"momentum": 0.0, "eta": 0.0}
+# FBGEMM's WeightDecayMode.DECOUPLE, which is what Adam does.
+_DECOUPLED = 2
 _READ_BY_ALL = frozenset({"learning_rate", "gradient_clipping", "max_gradient", "stochastic_rounding"})
 _READ_BY: dict[OptimizerKind, frozenset[str]] = {
     OptimizerKind.SGD: _READ_BY_ALL,
@@ -273,7 +281,8 @@ class OptimizerSpec:
     def create(cls, opt_type: Any, **kwargs: Any) -> "OptimizerSpec":
         """Build the spec from options with FBGEMM's names.
 
-        Warns once, naming every option that is not at its default and has no effect with this optimizer.
+        Warns once, naming every option that was given, asks for something, and has no effect with this optimizer.
+        ``momentum=0.9`` is such a one for SGD, ``momentum=0`` asks for nothing.
 
         Args:
             opt_type: optimizer, see ``optimizer_kind``.
@@ -287,9 +296,11 @@ class OptimizerSpec:
         unknown = sorted(set(kwargs) - set(_DEFAULTS))
         if unknown:
             raise TypeError(f"unknown optimizer option {', '.join(unknown)}; known: {', '.join(_DEFAULTS)}")
-        spec = cls(kind=kind, **{f.name: kwargs[f.name] for f in fields(cls) if f.name in kwargs})
-        idle = [name for name in kwargs if name not in _READ_BY[kind] and _differs_from_default(name, kwargs[name])]
-        if not spec.gradient_clipping and spec.max_gradient != _DEFAULTS["max_gradient"]:
+        spec = cls(kind=kind, **{f.name: _plain(kwargs[f.name]) for f in fields(cls) if f.name in kwargs})
+        idle = [name for name in kwargs if name not in _READ_BY[kind] and _asks(name, kwargs[name])]
+        if kind is OptimizerKind.ADAM and _plain(kwargs.get("weight_decay_mode")) == _DECOUPLED:
+            idle.remove("weight_decay_mode")
+        if not spec.gradient_clipping and _asks("max_gradient", kwargs.get("max_gradient", _DEFAULTS["max_gradient"])):
             idle.append("max_gradient")
         if idle:
             given = ", ".join(f"{name}={kwargs[name]}" for name in idle)
@@ -374,7 +385,16 @@ def _check_non_negative(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite in float32 and >= 0, got {value}")
 
 
-def _differs_from_default(name: str, value: Any) -> bool:
-    # WeightDecayMode.NONE is FBGEMM's enum member for 0.
-    plain = value.value if isinstance(value, enum.Enum) else value
-    return bool(plain != _DEFAULTS[name])
+def _asks(name: str, value: Any) -> bool:
+    """Say whether an option was given, and asks for something that an optimizer without it would not do."""
+    if isinstance(value, Default):
+        return False
+    default = _OFF.get(name, _DEFAULTS[name])
+    return bool(isinstance(default, Default) or _plain(value) != default)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as kernels and files take it, and what FBGEMM's enums stand for."""
+    if isinstance(value, Default):
+        return float(value)
+    return value.value if isinstance(value, enum.Enum) else value

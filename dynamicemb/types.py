@@ -31,6 +31,13 @@ DEFAULT_UPPER = 1.0
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+class Default(float):
+    """The default of an argument, which can be told from the same number given by a caller.
+
+    An argument without an effect is to be named to whoever gave it, also if the value is that of the default.
+    """
+
+
 class DynamicEmbInitializerMode(enum.Enum):
     """How the first value of a row is made."""
 

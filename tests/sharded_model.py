@@ -140,13 +140,14 @@ def embedding_configs(case: Case) -> list[Any]:
 
     configs = []
     for table in case.tables:
-        common = {
+        common: dict[str, Any] = {
             "name": table.name,
             "num_embeddings": table.num_embeddings,
             "embedding_dim": table.dim,
             "feature_names": list(table.features),
-            "init_fn": fill,
         }
+        if table.sharding:
+            common["init_fn"] = fill
         if case.pooled:
             configs.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
         else:

@@ -12,7 +12,7 @@ PACKAGE = "dynamicemb"
 LAYERS = ["sharding", "checkpoint", "inference", "embedding", "table"]
 # The floor: imported by everyone, import only each other.
 LOW_MODULES = {"types", "errors", "capacity", "admission", "host_memory", "score_strategy", "score_function"}
-LOW_MODULES |= {"dynamicemb_config"}
+LOW_MODULES |= {"config_initializer", "dynamicemb_config"}
 LOW_MODULES |= {"optimizer"}
 LOW_MODULES |= {"version", "warn"}
 FLOOR = len(LAYERS)

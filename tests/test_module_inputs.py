@@ -289,7 +289,6 @@ def test_c27_defaults_and_every_effective_option_are_silent(pooling: DynamicEmbP
             pooling_mode=pooling,
             optimizer="adam",
             weight_decay=0.1,
-            use_index_dedup=True,
             device="cpu",
         )
         module(*bag_per_id([1, 2])).sum().backward()

@@ -30,6 +30,7 @@ from dynamicemb.table.scores import (
     SCORE_STEP,
     SCORE_TIMESTAMP,
 )
+from dynamicemb.types import Default
 from dynamicemb.warn import warn
 
 _SCORES = {
@@ -329,7 +330,12 @@ def _idle_options(option: DynamicEmbTableOptions, device: torch.device) -> dict[
         # Sharding derives it from the global one; one warning is enough.
         del reasons["global_hbm_for_values"]
     defaults = {field.name: field.default for field in fields(option) if field.default is not MISSING}
-    return {name: why for name, why in reasons.items() if getattr(option, name) != defaults[name]}
+    return {name: why for name, why in reasons.items() if _is_given(getattr(option, name), defaults[name])}
+
+
+def _is_given(value: Any, default: Any) -> bool:
+    """Say whether somebody set an option, as far as can be told: of most, to another value than the default."""
+    return not isinstance(value, Default) if isinstance(default, Default) else bool(value != default)
 
 
 def _grows_without_limit(option: DynamicEmbTableOptions) -> bool:
@@ -366,10 +372,14 @@ def _set(value: int | None) -> int:
     return value
 
 
-def check_idle_arguments(prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any) -> None:
+def check_idle_arguments(
+    use_index_dedup: bool, prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any
+) -> None:
     """Refuse or warn about arguments that would have no effect."""
     if prefetch_pipeline:
         raise ValueError("prefetch_pipeline=True is not available in this version; use False")
+    if use_index_dedup:
+        warn("use_index_dedup has no effect on tables of one rank: repeated ids need no preparation; leave it False")
     if enforce_hbm:
         warn("enforce_hbm has no effect: rows are not cached; leave it False")
     if bounds_check_mode is not None:

@@ -38,6 +38,7 @@ from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
+from dynamicemb.types import Default
 from dynamicemb.warn import warn
 
 
@@ -81,17 +82,17 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         optimizer: Any = "sgd",
         stochastic_rounding: bool = True,
         gradient_clipping: bool = False,
-        max_gradient: float = 1.0,
+        max_gradient: float = Default(1.0),
         max_norm: float = 0.0,
         learning_rate: float = 0.01,
-        eps: float = 1e-8,
+        eps: float = Default(1e-8),
         initial_accumulator_value: float = 0.0,
-        momentum: float = 0.9,
+        momentum: float = Default(0.9),
         weight_decay: float = 0.0,
         weight_decay_mode: Any = 0,
-        eta: float = 0.001,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
+        eta: float = Default(0.001),
+        beta1: float = Default(0.9),
+        beta2: float = Default(0.999),
         counter_based_regularization: Any = None,
         cowclip_regularization: Any = None,
         *,
@@ -103,7 +104,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             table_options: one per table; ``dim`` and ``max_capacity`` (NO_EVICTION: ``init_capacity``) must be set.
             table_names: distinct names; the initial values of rows depend on them. None: ``table_0``, ``table_1``, ...
             feature_table_map: the table of each feature, in order; None is one feature per table.
-            use_index_dedup: accepted for TorchRec; repeated ids need no preparation here.
+            use_index_dedup: has no effect, since repeated ids need no preparation here, and warns.
             prefetch_pipeline: must be False in this version.
             pooling_mode: SUM, MEAN or NONE.
             output_dtype: float32, float16 or bfloat16.
@@ -114,7 +115,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             stochastic_rounding: round fp16 and bf16 weights stochastically.
             gradient_clipping: clamp each incoming gradient element to +-``max_gradient``.
             max_gradient: bound of the clamp.
-            max_norm: no optimizer here reads it; warns unless at its default, as do ``momentum``, ``eta``,
+            max_norm: no optimizer here reads it; warns if it asks for something, as do ``momentum``, ``eta``,
                 ``weight_decay_mode``, ``counter_based_regularization`` and ``cowclip_regularization``.
             learning_rate: step size.
             eps: term in the denominator of Adam and Adagrad.
@@ -137,7 +138,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         super().__init__()
         pooling_mode = check_pooling_mode(pooling_mode)
         names = check_options(table_options, table_names, pooling_mode)
-        check_idle_arguments(prefetch_pipeline, enforce_hbm, bounds_check_mode)
+        check_idle_arguments(use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode)
         check_output_dtype(output_dtype)
         spec = OptimizerSpec.create(
             optimizer,

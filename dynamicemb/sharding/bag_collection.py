@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from dynamicemb.sharding.bag_mean import DynamicBagContext, averages_of, divide, divisors
 from dynamicemb.sharding.check_features import check_weights
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
+from dynamicemb.sharding.check_plan import checked_plan
 from dynamicemb.sharding.constraints import is_dynamic, plan_for_our_tables
 from dynamicemb.sharding.empty_batch import bags_without_padding
 from dynamicemb.sharding.pooled_output import RwPooledSharding
@@ -237,6 +238,7 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             TypeError: ``fused_params`` have a name that dynamic tables do not know.
             ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
         """
+        params = checked_plan(params, module.embedding_bag_configs())
         params = plan_for_our_tables(params, module_fqn)
         check_fused_params(self.fused_params, params, weights_of(module.embedding_bags), device)
         sharded = ShardedDynamicEmbeddingBagCollection(

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.check_params import check_fused_params, weights_of
+from dynamicemb.sharding.check_plan import checked_plan
 from dynamicemb.sharding.constraints import plan_for_our_tables
 from dynamicemb.sharding.dedup import Deduplication
 from dynamicemb.sharding.empty_batch import sequences_without_padding
@@ -192,6 +193,7 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             TypeError: ``fused_params`` have a name that dynamic tables do not know.
             ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
         """
+        params = checked_plan(params, module.embedding_configs())
         params = plan_for_our_tables(params, module_fqn)
         check_fused_params(self.fused_params, params, weights_of(module.embeddings), device)
         sharded = ShardedDynamicEmbeddingCollection(

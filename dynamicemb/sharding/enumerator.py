@@ -18,6 +18,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.optimizer import EmbOptimType
+from dynamicemb.sharding.check_constraints import occurrences_per_step
 from dynamicemb.sharding.check_sharders import configs_of
 from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints
 from dynamicemb.sharding.table_sizes import TableMemory, grows, slots_on_rank, table_memory, table_options_on_rank
@@ -92,7 +93,7 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
         )
         config = _config_of(option.module[1], option.name)
         options = table_options_on_rank(config, constraint.dynamicemb_options, self._world_size)
-        occurrences = self._batch_size * sum(option.input_lengths)
+        occurrences = occurrences_per_step(constraint, option.input_lengths, self._batch_size)
         _, slots, _ = slots_on_rank(config, constraint.dynamicemb_options, self._world_size)
         grown = self._grows_beside(option.module[1], constraint.dynamicemb_options)
         memory = table_memory(option.name, options, optimizer, occurrences, self._compute_device, slots, grown)

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dynamicemb.admission import counts_occurrences
 from dynamicemb.checkpoint.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbScoreStrategy, DynamicEmbTableOptions
-from dynamicemb.sharding.check_params import check_names
+from dynamicemb.sharding.check_params import arguments_of_module
 from dynamicemb.sharding.constraints import OPTIONS_PARAM, DynamicEmbParameterSharding
 from dynamicemb.sharding.dedup import unpack_counts
 from dynamicemb.sharding.param_group import TableParamGroup
@@ -233,9 +233,7 @@ def _module_arguments(config: GroupedEmbeddingConfig) -> dict[str, Any]:
     """Translate TorchRec's fused_params into arguments of the module."""
     arguments = module_params(config)
     DynamicEmbParameterSharding.pop_additional_fused_params(arguments)
-    if "betas" in arguments:
-        arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
-    check_names(arguments)
+    arguments = arguments_of_module(arguments)
     if hasattr(arguments.get("output_dtype"), "as_dtype"):
         arguments["output_dtype"] = arguments["output_dtype"].as_dtype()
     return arguments

@@ -31,6 +31,7 @@ from torchrec.distributed.types import (
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
+from dynamicemb.sharding.check_constraints import check_constraint, warn_about_capacities
 from dynamicemb.sharding.check_sharders import check_planned, check_sharders
 from dynamicemb.sharding.constraints import (
     DynamicEmbParameterConstraints,
@@ -93,9 +94,9 @@ class DynamicEmbeddingShardingPlanner:
         self._slots: dict[str, int] = {}
         for name, constraint in constraints.items():
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
-                _check_constraint(name, constraint)
+                check_constraint(name, constraint, self._topology.compute_device)
                 options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
-                _warn_about_capacities(name, constraint.dynamicemb_options, options)
+                warn_about_capacities(name, constraint.dynamicemb_options, options)
                 self._options[name] = options
                 _, self._slots[name], _ = slots_on_rank(
                     configs[name], constraint.dynamicemb_options, self._topology.world_size
@@ -282,41 +283,6 @@ def _check_enumerator(
         raise ValueError(
             f"enumerator has a topology with world_size={enumerator.world_size}, the planner one with {world_size}; "
             "pass the same topology to both, or leave enumerator None"
-        )
-
-
-def _check_constraint(name: str, constraint: DynamicEmbParameterConstraints) -> None:
-    row_wise = ShardingType.ROW_WISE.value
-    if constraint.sharding_types and row_wise not in constraint.sharding_types:
-        raise ValueError(
-            f"sharding_types={constraint.sharding_types} of dynamic table {name!r} lacks {row_wise!r}, the only one a "
-            "dynamic table has; use None"
-        )
-    idle = {
-        "compute_kernels": constraint.compute_kernels,
-        "min_partition": constraint.min_partition,
-        "cache_params": constraint.given_cache_params,
-        "key_value_params": constraint.key_value_params,
-        # Rows are not cached, and every id is legal.
-        "enforce_hbm": constraint.enforce_hbm or None,
-        "bounds_check_mode": constraint.bounds_check_mode,
-    }
-    given = [f"{key}={value}" for key, value in idle.items() if value is not None]
-    if given:
-        warn(f"dynamic table {name!r} ignores {', '.join(given)}; leave it None")
-
-
-def _warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: DynamicEmbTableOptions) -> None:
-    """Warn about capacities that the embedding config overrules."""
-    if given.max_capacity not in (None, planned.max_capacity):
-        warn(
-            f"max_capacity={given.max_capacity} of dynamic table {name!r} has no effect: num_embeddings makes it "
-            f"{planned.max_capacity} on each rank; leave max_capacity None and set num_embeddings",
-        )
-    if given.init_capacity is not None and planned.max_capacity and given.init_capacity > planned.max_capacity:
-        warn(
-            f"init_capacity={given.init_capacity} of dynamic table {name!r} is lowered to {planned.max_capacity}, the "
-            "most rows that num_embeddings allows on each rank; lower init_capacity",
         )
 
 

@@ -11,6 +11,7 @@ from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddi
 from torchrec.distributed.types import CommOp, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.sharding.check_params import drop_own_params
 from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
 from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
 from dynamicemb.sharding.insert_plans import PlansInserts
@@ -143,7 +144,7 @@ def split_off_dynamic(infos: ShardingInfos) -> ShardingInfos:
             if dynamic:
                 _check_plan(info)
             else:
-                info.fused_params.pop(SEED_PARAM, None)
+                drop_own_params(info.fused_params)
             result.setdefault(DYNAMIC_ROW_WISE if dynamic else sharding_type, []).append(info)
     return result
 

@@ -21,6 +21,7 @@ from dynamicemb.dynamicemb_config import (
     row_bytes,
 )
 from dynamicemb.optimizer import get_optimizer_state_dim
+from dynamicemb.sharding.fields import CONFIG_FIELDS
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.ownership import check_routing
 from dynamicemb.table.relocation import GROWTH_BYTES_PER_SLOT
@@ -82,7 +83,7 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
         ValueError: config and options contradict each other or are out of range.
     """
     name = config.name
-    _check_config(config)
+    check_config(config)
     check_routing(world_size, options.dist_type, config.num_embeddings)
     if options.score_strategy is None:
         raise ValueError(f"score_strategy of dynamic table {name!r} is None; choose one, for example TIMESTAMP")
@@ -141,7 +142,13 @@ def _grows_without_limit(options: DynamicEmbTableOptions) -> bool:
     return options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Any) -> None:
+    """Check that a table of an embedding config can be dynamic.
+
+    Raises:
+        ValueError: it cannot, for its size, its dtype or another field.
+    """
+    CONFIG_FIELDS.refuse(config, f"dynamic table {config.name!r}")
     if not 1 <= config.embedding_dim <= MAX_DIM:
         raise ValueError(
             f"embedding_dim of dynamic table {config.name!r} must be 1..{MAX_DIM}, got {config.embedding_dim}"

@@ -4,8 +4,10 @@ The rest of this folder uses torchrec's public classes; what it needs beyond the
 release is one file to read.
 """
 
+import inspect
 from typing import Any
 
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.planner.types import ShardingOption, Topology
@@ -87,6 +89,17 @@ def make_topology(**arguments: Any) -> Topology:
 def remember_search_space(enumerator: Any, options: list[ShardingOption]) -> None:
     """Replace the search space that an enumerator keeps for its next call."""
     enumerator._last_stored_search_space = options
+
+
+def fbgemm_params() -> frozenset[str]:
+    """Return the names that FBGEMM's training tables take, and with them the fused_params of static tables."""
+    return frozenset(inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters) - {"self"}
+
+
+def optimizer_arguments_of_parameter(parameter: Any) -> dict[str, Any]:
+    """Return the optimizer's arguments that `apply_optimizer_in_backward` attached to a parameter, if any."""
+    arguments: dict[str, Any] = getattr(parameter, "_optimizer_kwargs", [{}])[0]
+    return arguments
 
 
 def optimizer_of_parameter(parameter: nn.Parameter) -> type | None:
