@@ -1,10 +1,10 @@
 """What all tests share: the kernel interpreter switch, the `backend` fixture, hypothesis profiles, the test count."""
 
-import inspect
 import os
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before torch loads OpenMP, whose threads would otherwise spin at barriers and keep the core from other tests' threads.
@@ -24,8 +24,7 @@ if not HAS_CUDA:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 try:
-    import triton
-    import triton.runtime.interpreter
+    import triton  # noqa: F401
 
     HAS_TRITON = True
 except ImportError:
@@ -75,29 +74,9 @@ def device(backend: str) -> torch.device:
 @pytest.fixture
 def tensors_on_device(device: torch.device) -> Iterator[None]:
     """Make new tensors where the backend's tables live."""
-    with device:
+    # On the CPU they are there anyway, and the context would look at every call of torch.
+    with device if device.type != "cpu" else nullcontext():
         yield
-
-
-class InspectOnce:
-    """Stands for ``inspect`` in Triton's interpreter, and lists the members of a module or class only once.
-
-    The interpreter exchanges the functions of its language at every call of a kernel, and of every function that a
-    kernel calls. It takes the names from ``getmembers``, which reads and sorts a thousand of them: a third of the time.
-    """
-
-    def __init__(self) -> None:
-        self.names: dict[object, list[str]] = {}
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(inspect, name)
-
-    def getmembers(self, module: object) -> list[tuple[str, object]]:
-        if module not in self.names:
-            # The first time all functions are still those of the language.
-            members = inspect.getmembers(module)
-            self.names[module] = [name for name, value in members if triton.language.core.is_builtin(value)]
-        return [(name, getattr(module, name)) for name in self.names[module]]
 
 
 def drop_stale_kernels() -> None:
@@ -162,7 +141,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         drop_stale_kernels()
     if HAS_TRITON and INTERPRETED:
-        triton.runtime.interpreter.inspect = InspectOnce()
+        from tests import fast_interpreter
+
+        fast_interpreter.install()
     # Spread over processes, the one that started them sees all reports.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ExecutedTests(config.getoption("--min-tests")), "executed-tests")
