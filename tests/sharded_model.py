@@ -170,10 +170,17 @@ def table_options(table: Table) -> Any:
     )
 
 
-def build(case: Case, world_size: int, pg: Any = None, codecs: Any = None, **sharder_arguments: Any) -> Any:
+def build(
+    case: Case,
+    world_size: int,
+    pg: Any = None,
+    codecs: Any = None,
+    missing_as_empty: bool = False,
+    **sharder_arguments: Any,
+) -> Any:
     """Return the model under DistributedModelParallel, over the ranks of a process group, None for all.
 
-    `codecs` are the sharders' registry of codecs.
+    `codecs` are the sharders' registry of codecs, `missing_as_empty` is their ``missing_features_as_empty``.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -202,8 +209,10 @@ def build(case: Case, world_size: int, pg: Any = None, codecs: Any = None, **sha
     fused_params.update(sharder_arguments)
     fused_params = {name: value for name, value in fused_params.items() if value is not None}
     sharders = [
-        DynamicEmbeddingCollectionSharder(dict(fused_params), codecs, use_index_dedup=case.dedup),
-        DynamicEmbeddingBagCollectionSharder(dict(fused_params), codecs),
+        DynamicEmbeddingCollectionSharder(
+            dict(fused_params), codecs, case.dedup, missing_features_as_empty=missing_as_empty
+        ),
+        DynamicEmbeddingBagCollectionSharder(dict(fused_params), codecs, missing_features_as_empty=missing_as_empty),
     ]
     model = Model(collection)
     topology = Topology(world_size, case.device, local_world_size=local_world_size())

@@ -14,7 +14,7 @@ from dynamicemb.optimizer import EmbOptimType
 from dynamicemb.sharding.bag_mean import Average, divide, divisors
 from dynamicemb.sharding.bucketize import bucketize
 from dynamicemb.sharding.dedup import Deduplication
-from tests import test_sharding, test_sharding_edges, test_sharding_module, test_train_pipeline
+from tests import test_batches, test_sharding, test_sharding_edges, test_sharding_module, test_train_pipeline
 from tests.ranks import GpuRanks, gpu_ranks, skip_without_gpus  # noqa: F401
 from tests.sharded_model import (
     Case,
@@ -80,6 +80,11 @@ JOBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "evaluation-ebc": (test_sharding_module.evaluate, (on_gpu(test_sharding_module.EBC, batch_sizes=(9,)),)),
     "resharding": (test_sharding_module.reshard, (on_gpu(test_sharding_module.EBC),)),
     "idle-weights": (test_sharding_module.ignore_weights, ("cuda",)),
+    "dtypes": (test_batches.mix_dtypes, ("cuda",)),
+    "keys-ec": (test_batches.change_keys, ("cuda", False)),
+    "keys-ebc": (test_batches.change_keys, ("cuda", True)),
+    "dropped-outputs": (test_batches.drop_outputs, ("cuda",)),
+    "weights-gradients": (test_batches.want_gradients, ("cuda",)),
 }
 
 
@@ -92,6 +97,13 @@ def test_what_holds_on_cpus_holds_on_gpus(
     arguments: tuple[Any, ...],
 ) -> None:
     gpu_ranks.run(world_size, job, *arguments)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("pooled", [True, False], ids=["ebc", "ec"])
+def test_c04_contradictions_raise_on_all_gpus(gpu_ranks: GpuRanks, world_size: int, pooled: bool) -> None:  # noqa: F811
+    kinds = [*test_batches.MALFORMED, *test_batches.CONTRADICTORY]
+    test_batches.check_refusals(gpu_ranks.run(world_size, test_batches.refuse_all, "cuda", pooled, kinds), kinds)
 
 
 @KINDS

@@ -69,6 +69,10 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         ids = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     if kjt.variable_stride_per_key():
         return _of_variable_size(kjt, ids, weights), None
+    if kjt.inverse_indices_or_none() is not None:
+        raise ValueError(
+            "features: inverse_indices need stride_per_key_per_rank, without which they do nothing; pass both or neither"
+        )
     batch_size = _batch_size(kjt, len(keys))
     if lengths is None:
         assert offsets is not None
