@@ -71,7 +71,7 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         return _of_variable_size(kjt, ids, weights), None
     if kjt.inverse_indices_or_none() is not None:
         raise ValueError(
-            "features: inverse_indices need stride_per_key_per_rank, without which they do nothing; pass both or neither"
+            "features: inverse_indices need stride_per_key_per_rank and do nothing without; pass both or neither"
         )
     batch_size = _batch_size(kjt, len(keys))
     if lengths is None:

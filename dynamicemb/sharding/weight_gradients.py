@@ -40,7 +40,7 @@ class WeightedContext(EmbeddingShardingContext):
 
     def __init__(self, context: EmbeddingShardingContext, sent: torch.Tensor | None) -> None:
         super().__init__()
-        vars(self).update(vars(context))
+        self.__dict__.update(context.__dict__)
         self.input_splits: list[int] = []
         self.output_splits: list[int] = []
         self.sent = sent
