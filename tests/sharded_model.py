@@ -197,9 +197,16 @@ def build(case: Case, world_size: int, pg: Any = None, **sharder_arguments: Any)
     fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE, "seed": SEED}
     fused_params.update(sharder_arguments)
     fused_params = {name: value for name, value in fused_params.items() if value is not None}
+
+    class BagSharder(DynamicEmbeddingBagCollectionSharder):
+        """Knows a type more that TorchRec lists for GPUs only, although gloo can do it."""
+
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(dict.fromkeys([*super().sharding_types(compute_device_type), "table_row_wise"]))
+
     sharders = [
         DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=case.dedup),
-        DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
+        BagSharder(fused_params=dict(fused_params)),
     ]
     model = Model(collection)
     topology = Topology(world_size, case.device, local_world_size=local_world_size())
