@@ -43,7 +43,7 @@ ASPECTS = frozenset(
     }
 )
 ROW_WISE = ("row_wise", "table_row_wise")
-STATIC_BAGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
+STATIC_BAGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "data_parallel")
 # FBGEMM's dense lookup of sequences is broken on CPUs, without dynamic tables too.
 STATIC_SEQUENCES = ("table_wise", "row_wise", "column_wise")
 DTYPES = {"int32": torch.int32, "int64": torch.int64}
@@ -132,7 +132,7 @@ def draw(seed: int, world_size: int, aspects: frozenset[str] = ASPECTS, device: 
 def _draw_tables(choose: random.Random, pooled: bool, device: str) -> tuple[Table, ...]:
     kinds = STATIC_BAGS if pooled else STATIC_SEQUENCES
     if device == "cuda":
-        kinds = (*STATIC_BAGS, "table_row_wise") if pooled else (*STATIC_SEQUENCES, "data_parallel")
+        kinds = STATIC_BAGS if pooled else (*STATIC_SEQUENCES, "data_parallel")
     number, same_dim = choose.randint(1, 5), choose.choice((4, 8))
     # One table at least is dynamic.
     dynamic = choose.randrange(number)

@@ -68,6 +68,10 @@ def _set_up_group(kind: str, rank: int, world_size: int, store: str, current: li
     flags = sys.modules.get("torchrec.distributed.collective_utils")
     if flags is not None:
         flags._INITIALIZED = False  # type: ignore[attr-defined]
+    # And it keeps the groups of the ranks of a host.
+    groups = sys.modules.get("torchrec.distributed.comm")
+    if groups is not None:
+        groups._INTRA_PG = groups._CROSS_PG = None  # type: ignore[attr-defined]
     current[:] = [store]
 
 

@@ -208,11 +208,18 @@ def build(
     fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE, "seed": SEED}
     fused_params.update(sharder_arguments)
     fused_params = {name: value for name, value in fused_params.items() if value is not None}
+
+    class BagSharder(DynamicEmbeddingBagCollectionSharder):
+        """Knows a type more that TorchRec lists for GPUs only, although gloo can do it."""
+
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(dict.fromkeys([*super().sharding_types(compute_device_type), "table_row_wise"]))
+
     sharders = [
         DynamicEmbeddingCollectionSharder(
             dict(fused_params), codecs, case.dedup, missing_features_as_empty=missing_as_empty
         ),
-        DynamicEmbeddingBagCollectionSharder(dict(fused_params), codecs, missing_features_as_empty=missing_as_empty),
+        BagSharder(dict(fused_params), codecs, missing_features_as_empty=missing_as_empty),
     ]
     model = Model(collection)
     topology = Topology(world_size, case.device, local_world_size=local_world_size())

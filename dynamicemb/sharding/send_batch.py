@@ -195,6 +195,7 @@ def _forward(inner: Callable[[KeyedJaggedTensor], Any], sending: Sending, featur
             sending.started += 1
             return awaitable
         except Exception as error:
+            sending.begin()
             sending.error = error
             features = empty_batch(features.keys(), features.weights_or_none(), features.values().device)
     sending.started += 1
