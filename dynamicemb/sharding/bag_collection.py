@@ -149,6 +149,9 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         self._make_input_dists()
         with remembering_order(self._input_dists):
             awaitable = super()._send(ctx, batch)
+        if sending.error is not None:
+            # An empty batch went in its place, and all ranks will raise.
+            return awaitable
         places = self._places(batch)
         for i, (context, part) in enumerate(zip(ctx.sharding_contexts, places, strict=True)):
             position = getattr(self._input_dists[i], "unbucketize_permute_tensor", None)
