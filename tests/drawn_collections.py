@@ -120,6 +120,9 @@ def draw(seed: int, world_size: int, aspects: frozenset[str] = ASPECTS, device: 
         weighted = choose.choice((True, "trained"))
     tables = _without(_draw_tables(choose, pooled, device), bool(weighted), aspects)
     even = any(table.sharding == "table_row_wise" for table in tables)
+    if even and weighted == "trained":
+        # Refused: such a table gives weights no gradient.
+        weighted = True
     features = sorted({feature for table in tables for feature in table.features})
     first = _draw_parts(choose, features, world_size, even, aspects)
     second = _draw_parts(choose, features, world_size, even, aspects)
@@ -464,16 +467,13 @@ def _compare(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 
 def _compare_gradients(draw: Draw, step: int, rank: int, got: Any, wanted: torch.Tensor) -> None:
-    """Compare gradients of weights, of the features that dynamic tables alone read.
-
-    TorchRec's static tables give none when they are row-wise, and another part of it when they are of other kinds.
-    """
+    """Compare gradients of weights, whatever kind of table reads them."""
     part = draw.steps[step][rank]
     lengths, _, _ = contents(draw, step, rank)
     counts = lengths.view(len(part.keys), part.batch_size).sum(1).tolist()
     for key, own in zip(part.keys, torch.split(torch.arange(sum(counts)), counts), strict=True):
         readers = draw.readers(key)
-        if own.numel() and readers and all(table.sharding is None for table in readers):
+        if own.numel() and readers:
             what = f"gradient of the weights of {key!r} in step {step} on rank {rank}"
             assert got is not None, f"{what}: None"
             _compare(got[own], wanted[own], what)
