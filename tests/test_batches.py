@@ -310,3 +310,14 @@ def want_gradients(rank: int, world_size: int, device: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_c13_pooling_weights_get_their_gradient(ranks: RankPool, world_size: int) -> None:  # noqa: F811
     ranks.run(world_size, want_gradients, "cpu")
+
+
+def test_c04_only_dynamic_tables_ask_what_a_gpu_finds_out_about_lengths() -> None:
+    from dynamicemb.sharding.check_features import Wanted, read_features
+
+    parts = {"keys": ["f0"], "values": IDS, "lengths": torch.tensor([9, -3])}
+    for asked in (True, False):
+        wanted = Wanted(["f0"], False, False, False, asked, torch.device("meta"))
+        batch, contradicts = read_features(kjt("meta", **parts), wanted)
+        assert (contradicts is not None) is asked
+        assert batch.lengths().shape == (2,)

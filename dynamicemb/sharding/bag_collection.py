@@ -93,10 +93,11 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def input_dist(self, ctx: DynamicBagContext, features: Any) -> Any:
         """Start the exchange of ids; see `SendsBatches.input_dist`."""
-        awaitable = super().input_dist(ctx, features)
-        # TorchRec's own division, of batches that vary in size; each batch says whether it wants it.
-        self._has_mean_pooling_callback = False
-        return awaitable
+        try:
+            return super().input_dist(ctx, features)
+        finally:
+            # TorchRec's own division, of batches that vary in size; each batch says whether it wants it.
+            self._has_mean_pooling_callback = False
 
     def check_batch(self, batch: KeyedJaggedTensor) -> None:
         """Refuse what bags cannot do.

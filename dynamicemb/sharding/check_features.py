@@ -27,6 +27,7 @@ class Wanted:
         weighted: whether it reads pooling weights.
         weights_come_later: whether a batch may come without them.
         missing_as_empty: whether a feature that the batch lacks is read as one without ids.
+        checks_on_device: whether somebody asks what a GPU finds out about lengths; only exchanges of dynamic tables do.
         device: where the tables are.
     """
 
@@ -34,6 +35,7 @@ class Wanted:
     weighted: bool
     weights_come_later: bool
     missing_as_empty: bool
+    checks_on_device: bool
     device: torch.device
 
 
@@ -45,8 +47,9 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         wanted: what the collection reads.
 
     Returns:
-        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPU, None on the CPU or where batch sizes
-        vary by feature. Where it is true, all ids are in the first bag, so that nothing is read out of bounds.
+        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPU, None on the CPU, where batch sizes
+        vary by feature, or where nobody asks. Where it is true, all ids are in the first bag, so that nothing is read
+        out of bounds.
 
     Raises:
         TypeError: ids, lengths, offsets or weights of a wrong type.
@@ -83,8 +86,8 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         length_per_key = _check_values(kjt, lengths, ids.numel(), batch_size)
     else:
         length_per_key = None
-        contradicts = _contradicts(lengths, offsets, ids.numel())
-        if lengths.numel():
+        contradicts = _contradicts(lengths, offsets, ids.numel()) if wanted.checks_on_device else None
+        if contradicts is not None and lengths.numel():
             in_first_bag = torch.zeros_like(lengths)
             in_first_bag[:1] = ids.numel()
             lengths = torch.where(contradicts, in_first_bag, lengths)

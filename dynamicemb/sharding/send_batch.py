@@ -130,6 +130,7 @@ class SendsBatches:
             weighted=bool(self._is_weighted) or has_scores,
             weights_come_later=self.weights_come_later or has_scores,
             missing_as_empty=self.missing_features_as_empty,
+            checks_on_device=self._has_dynamic_tables,
             device=self._tables_device,
         )
 
