@@ -142,9 +142,10 @@ def test_scratch_memory_is_filled_with_the_batch(backend: str, device: torch.dev
     _, opened = group.open_training_batch(torch.tensor(offsets, device=device), layout(POOLING_SUM, device), 5000)
     missing = opened.scratch
     words = missing.scratch.tolist()
-    assert missing.num_ones >= missing.num_claims + missing.num_lists + 3 and missing.num_claims >= 10_000
-    assert set(words[: missing.num_ones]) == {-1}
-    filled = words[missing.num_ones : missing.num_filled]
+    assert missing.num_filled - missing.num_zeros >= missing.num_claims + missing.num_lists + 4
+    assert missing.num_claims >= 10_000
+    assert set(words[missing.num_zeros : missing.num_filled]) == {-1}
+    filled = words[: missing.num_zeros]
     assert len(filled) == (2 * missing.num_claims if strategy == SCORE_LFU else 0) and not any(filled)
 
 

@@ -29,9 +29,16 @@ _COUNT_NONE = tl.constexpr(COUNT_NONE)
 _COUNT_SOME = tl.constexpr(COUNT_SOME)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
 _SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
+_CLAMPED = tl.constexpr(CLAMPED)
+_HITS = tl.constexpr(HITS)
+_MISSES = tl.constexpr(MISSES)
+_MISSING = tl.constexpr(MISSING_COUNT)
 _MOVED = tl.constexpr(MOVED)
+_NOW = tl.constexpr(NOW)
+_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
 _OLDEST = tl.constexpr(OLDEST)
 _SEEN = tl.constexpr(SEEN)
+_STEP = tl.constexpr(STEP)
 
 
 def find(
@@ -86,7 +93,7 @@ def _find(
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
         index.strategies, index.times(), index.ttls if index.expires else index.clock, index.clock, index.counters, ids,
         table_ranges, out, ids if frequencies is None else frequencies,
-        ids if missing is None else missing.entries(), out if missing is None else missing.counts, ids.numel(),
+        ids if missing is None else missing.entries(), out if missing is None else missing.part("counts"), ids.numel(),
         index.num_tables,
     )  # fmt: skip
     constants = {
@@ -99,13 +106,6 @@ def _find(
         "HAS_FREQUENCIES": frequencies is not None,
         "SLOTS": slots,
         "LIST": missing is not None,
-        "STEP_INDEX": STEP,
-        "NOW_INDEX": NOW,
-        "HITS_COLUMN": HITS,
-        "MISSES_COLUMN": MISSES,
-        "CLAMPED_COLUMN": CLAMPED,
-        "MISSING_COUNT": MISSING_COUNT,
-        "NUM_COLUMNS": NUM_COUNTERS,
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": _BLOCK,
     }
@@ -239,13 +239,6 @@ def _find_kernel(
     HAS_FREQUENCIES: tl.constexpr,
     SLOTS: tl.constexpr,
     LIST: tl.constexpr,
-    STEP_INDEX: tl.constexpr,
-    NOW_INDEX: tl.constexpr,
-    HITS_COLUMN: tl.constexpr,
-    MISSES_COLUMN: tl.constexpr,
-    CLAMPED_COLUMN: tl.constexpr,
-    MISSING_COUNT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -269,7 +262,7 @@ def _find_kernel(
     if HAS_FREQUENCIES:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
         if tl.max(clamped.to(tl.int32), 0) > 0:
-            count_by_table(counters_ptr + CLAMPED_COLUMN, table, clamped, NUM_COLUMNS)
+            count_by_table(counters_ptr + _CLAMPED, table, clamped, _NUM_COUNTERS)
     if TOUCH:
         counts = tl.full([BLOCK], COUNTING == _COUNT_ALL, tl.int1)
         if COUNTING == _COUNT_SOME:
@@ -277,15 +270,15 @@ def _find_kernel(
         replaces = counts == 0
         if KEEPING:
             replaces = replaces & (tl.load(strategies_ptr + table) != _SCORE_NO_EVICTION)
-        fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP_INDEX).to(tl.int32), amount,
+        fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + _STEP).to(tl.int32), amount,
                       tl.load(score_values_ptr + table), counts, replaces, COUNTING)  # fmt: skip
         if STAMPS:
-            tl.store(stamps_ptr + slot, tl.load(clock_ptr + NOW_INDEX), mask=fresh)
-        count_by_table(counters_ptr + HITS_COLUMN, table, hit, NUM_COLUMNS)
+            tl.store(stamps_ptr + slot, tl.load(clock_ptr + _NOW), mask=fresh)
+        count_by_table(counters_ptr + _HITS, table, hit, _NUM_COUNTERS)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
         if TOUCH:
-            count_by_table(counters_ptr + MISSES_COLUMN, table, miss, NUM_COLUMNS)
+            count_by_table(counters_ptr + _MISSES, table, miss, _NUM_COUNTERS)
         if LIST:
-            note(i, table, miss, missing_ptr, counts_ptr + MISSING_COUNT)
+            note(i, table, miss, missing_ptr, counts_ptr + _MISSING)
     tl.store(out_ptr + i, row, mask=inside)

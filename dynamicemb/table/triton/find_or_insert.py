@@ -10,11 +10,14 @@ from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.staging import Staged
 from dynamicemb.table.triton.admit import admit
+from dynamicemb.table.triton.elect import elect
 from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
-from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing, elect, order, settle
+from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing
+from dynamicemb.table.triton.order import order
 from dynamicemb.table.triton.revive import revive
+from dynamicemb.table.triton.settle import settle
 
 
 class Inserted(NamedTuple):
@@ -28,7 +31,7 @@ class Inserted(NamedTuple):
         num_leaders = int(self.missing.tensor("counts", 1)[0]) + 1
         parts = ("positions", "outcomes", "victim_ids", "victim_scores")
         positions, outcomes, victim_ids, victim_scores = (self.missing.tensor(part, num_leaders) for part in parts)
-        has_stamps = self.missing.places.victim_stamps < self.missing.places.leader_tables
+        has_stamps = self.missing.places.victim_stamps < self.missing.places.end
         positions, by_position = positions.long().sort()
         outcomes = outcomes[by_position]
         evicted = outcomes == EVICTED_OUTCOME
@@ -88,7 +91,7 @@ def find_or_insert(
         if index.expires:
             revive(index, rows, missing)
         insert(index, rows, missing)
-        initialize_leaders(store, newcomers.initializers, missing, newcomers.state_values)
+        initialize_leaders(store, newcomers.initializers, missing.leaders(), newcomers.state_values)
         if rejected is None:
             settle(index, table_ranges, rows, missing)
         else:

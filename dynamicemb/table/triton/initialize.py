@@ -7,7 +7,7 @@ import triton.language as tl
 from dynamicemb.table.initializers import DEBUG_MODULUS, NUM_PARAMS, InitializerTable
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid, power_of_two
-from dynamicemb.table.triton.missing import Missing
+from dynamicemb.table.triton.missing import Leaders
 from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.rows import pointers, row_addresses, row_shape
 
@@ -15,6 +15,9 @@ from dynamicemb.table.triton.rows import pointers, row_addresses, row_shape
 # 32 and 128 take 19 % and 8 % longer for rows of 128 floats.
 _CALLS = 64
 _MOST_CALLS_PER_ROW = 64
+
+# The word of the count where the host knows it.
+_ALL = -1
 
 
 def initialize(
@@ -38,18 +41,18 @@ def initialize(
     Host sync: none; one if the ``InitializerTable`` does not know which modes it has. Bytes moved:
     ``row_bytes`` written and 16 read for each row.
     """
-    _initialize(store, initializers, (rows, ids, tables), state_values, rows.numel(), None)
+    _initialize(store, initializers, Leaders(rows, ids, tables, rows, _ALL, rows.numel()), state_values)
 
 
 def initialize_leaders(
-    store: RowStore, initializers: InitializerTable, missing: Missing, state_values: torch.Tensor
+    store: RowStore, initializers: InitializerTable, leaders: Leaders, state_values: torch.Tensor
 ) -> None:
     """Initialise the rows that the leaders of a lookup got; how many there are is read on the device."""
-    m = missing
-    _initialize(store, initializers, (m.leader_rows, m.leader_ids, m.leader_tables), state_values, m.num_ids, m.counts)
+    _initialize(store, initializers, leaders, state_values)
 
 
-def _initialize(store, initializers, leaders, state_values, num_rows, counts) -> None:
+def _initialize(store: RowStore, initializers: InitializerTable, leaders: Leaders, state_values: torch.Tensor) -> None:
+    num_rows = leaders.most
     if num_rows == 0:
         return
     shape = row_shape(store)
@@ -58,11 +61,11 @@ def _initialize(store, initializers, leaders, state_values, num_rows, counts) ->
     tile = max(1, _CALLS // calls)
     args = (
         store.chunk_bases, store.dims, store.num_states, store.row_bytes, store.state_offsets, initializers.modes,
-        initializers.params, initializers.keys, *leaders, state_values, leaders[0] if counts is None else counts,
-        store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
+        initializers.params, initializers.keys, leaders.rows, leaders.ids, leaders.tables, state_values,
+        leaders.counts, store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
     )  # fmt: skip
     constants = {
-        "COUNTED": counts is not None,
+        "COUNT": leaders.word,
         "MODES": initializers.mode_mask or sum(1 << mode for mode in set(initializers.modes.tolist())),
         "NUM_PARAMS": NUM_PARAMS,
         "ELEMENT": shape.weight,
@@ -219,7 +222,7 @@ def _initialize_kernel(
     num_rows,
     max_dim,
     max_tail,
-    COUNTED: tl.constexpr,
+    COUNT: tl.constexpr,
     MODES: tl.constexpr,
     NUM_PARAMS: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -231,8 +234,8 @@ def _initialize_kernel(
     CALLS: tl.constexpr,
     MODULUS: tl.constexpr,
 ):
-    if COUNTED:
-        num_rows = tl.load(counts_ptr) + 1
+    if COUNT >= 0:
+        num_rows = tl.load(counts_ptr + COUNT) + 1
     begin = tl.program_id(0) * TILE
     while begin < num_rows:
         k = begin + tl.arange(0, TILE)

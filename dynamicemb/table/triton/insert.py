@@ -13,7 +13,21 @@ from dynamicemb.table.triton.missing import (
     EXPIRED_OUTCOME,
     FAILED_OUTCOME,
     INSERTED_OUTCOME,
+    LEADER_BUCKETS,
+    LEADER_IDS,
+    LEADER_ROWS,
+    LEADER_TABLES,
+    LIST_COUNT,
+    NEXT,
+    OUTCOMES,
+    POSITIONS,
+    VICTIM_IDS,
+    VICTIM_SCORES,
+    VICTIM_STAMPS,
+    WORK,
     Missing,
+    counts_of,
+    list_part,
 )
 from dynamicemb.table.triton.philox import words_of
 from dynamicemb.table.triton.score_function import compile_score, ranks
@@ -26,7 +40,11 @@ _SLOTS_PER_WARP = 256
 _COUNT_ALL = tl.constexpr(COUNT_ALL)
 _COUNT_SOME = tl.constexpr(COUNT_SOME)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
+_LISTS = tl.constexpr(LIST_COUNT)
+_NOW = tl.constexpr(NOW)
+_OLDEST = tl.constexpr(OLDEST)
 _SEEN = tl.constexpr(SEEN)
+_STEP = tl.constexpr(STEP)
 _FAILED = tl.constexpr(FAILED_OUTCOME)
 _INSERTED = tl.constexpr(INSERTED_OUTCOME)
 _EVICTED = tl.constexpr(EVICTED_OUTCOME)
@@ -56,12 +74,10 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     tile = min(power_of_two(capacity), _TILE)
     num_warps = max(1, min(4, tile // _SLOTS_PER_WARP))
     grid = persistent_grid(rows.device, rows.numel(), num_warps)
-    m = missing
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.strategies,
-        index.times(), index.ttls if index.expires else index.clock, index.clock, rows, m.heads, m.counts,
-        m.leader_ids, m.leader_tables, m.leader_buckets, m.positions, m.next, m.work, m.leader_rows,
-        m.outcomes, m.victim_ids, m.victim_scores, m.victim_stamps, m.amounts,
+        index.times(), index.ttls if index.expires else index.clock, index.clock, rows, missing.amounts, missing.lists,
+        missing.num_lists, missing.stride,
     )  # fmt: skip
     constants = {
         "BUCKET": capacity,
@@ -69,9 +85,6 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
         "COUNTING": index.counting,
         "STAMPS": index.has_stamps,
         "EXPIRES": index.expires,
-        "STEP_INDEX": STEP,
-        "NOW_INDEX": NOW,
-        "OLDEST_INDEX": OLDEST,
         "FUNCTION": None,
     }
     if index.score_function is None:
@@ -254,18 +267,30 @@ def _tags_and_scores(tags_ptr, scores_ptr, stamps_ptr, place, mask, now, FUNCTIO
 
 
 @triton.jit
-def _head(heads_ptr, work_ptr, q, num_lists):
+def _head(lists_ptr, lists_in_all, stride, q, num_lists):
     """Return the first leader of list ``q`` of the work, or -1 after the last list."""
-    return tl.load(heads_ptr + tl.load(work_ptr + q, mask=q < num_lists, other=0), mask=q < num_lists, other=-1)
+    work_ptr = list_part(lists_ptr, lists_in_all, stride, WORK)
+    return tl.load(lists_ptr + tl.load(work_ptr + q, mask=q < num_lists, other=0), mask=q < num_lists, other=-1)
 
 
 @triton.jit
-def _leader(leader_ids_ptr, leader_buckets_ptr, next_ptr, k):
+def _leader(lists_ptr, lists_in_all, stride, k):
     """Return id, bucket and successor of a leader; -1 for no leader and no successor."""
     return (
-        tl.load(leader_ids_ptr + k, mask=k >= 0, other=0),
-        tl.load(leader_buckets_ptr + k, mask=k >= 0, other=-1),
-        tl.load(next_ptr + k, mask=k >= 0, other=-1),
+        tl.load(list_part(lists_ptr, lists_in_all, stride, LEADER_IDS) + k, mask=k >= 0, other=0),
+        tl.load(list_part(lists_ptr, lists_in_all, stride, LEADER_BUCKETS) + k, mask=k >= 0, other=-1),
+        tl.load(list_part(lists_ptr, lists_in_all, stride, NEXT) + k, mask=k >= 0, other=-1),
+    )
+
+
+@triton.jit
+def _events(lists_ptr, lists_in_all, stride, k):
+    """Return where the victim's id, score and stamp of a leader go, and the leader's outcome."""
+    return (
+        list_part(lists_ptr, lists_in_all, stride, VICTIM_IDS) + k,
+        list_part(lists_ptr, lists_in_all, stride, VICTIM_SCORES) + k,
+        list_part(lists_ptr, lists_in_all, stride, VICTIM_STAMPS).to(tl.pointer_type(tl.int64)) + k,
+        list_part(lists_ptr, lists_in_all, stride, OUTCOMES) + k,
     )
 
 
@@ -325,7 +350,7 @@ def _take(
     _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, slot, key, digest, score, tag, placed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lists_in_all", "stride"])
 def _insert_kernel(
     keys_ptr,
     digests_ptr,
@@ -338,40 +363,27 @@ def _insert_kernel(
     ttls_ptr,
     clock_ptr,
     out_ptr,
-    heads_ptr,
-    counts_ptr,
-    leader_ids_ptr,
-    leader_tables_ptr,
-    leader_buckets_ptr,
-    positions_ptr,
-    next_ptr,
-    work_ptr,
-    leader_rows_ptr,
-    outcomes_ptr,
-    victim_ids_ptr,
-    victim_scores_ptr,
-    victim_stamps_ptr,
     amounts_ptr,
+    lists_ptr,
+    lists_in_all,
+    stride,
     BUCKET: tl.constexpr,
     TILE: tl.constexpr,
     COUNTING: tl.constexpr,
     STAMPS: tl.constexpr,
     EXPIRES: tl.constexpr,
-    STEP_INDEX: tl.constexpr,
-    NOW_INDEX: tl.constexpr,
-    OLDEST_INDEX: tl.constexpr,
     FUNCTION: tl.constexpr,
 ):
-    step, oldest = tl.load(clock_ptr + STEP_INDEX).to(tl.int32), tl.load(clock_ptr + OLDEST_INDEX).to(tl.int32)
-    now = tl.load(clock_ptr + NOW_INDEX)
-    since = tl.full([], 0, tl.int64)
-    num_lists = tl.load(counts_ptr + 1) + 1
-    stride, lane = tl.num_programs(0), tl.arange(0, TILE)
+    leader_rows_ptr = list_part(lists_ptr, lists_in_all, stride, LEADER_ROWS)
+    step, oldest = tl.load(clock_ptr + _STEP).to(tl.int32), tl.load(clock_ptr + _OLDEST).to(tl.int32)
+    now, since = tl.load(clock_ptr + _NOW), tl.full([], 0, tl.int64)
+    num_lists = tl.load(counts_of(lists_ptr, lists_in_all) + _LISTS) + 1
+    num_programs, lane = tl.num_programs(0), tl.arange(0, TILE)
     # The first leader of the next list, and what is needed of the next leader, are under way early.
     q = tl.program_id(0)
-    k = _head(heads_ptr, work_ptr, q, num_lists)
-    upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
-    key, bucket, following = _leader(leader_ids_ptr, leader_buckets_ptr, next_ptr, k)
+    k = _head(lists_ptr, lists_in_all, stride, q, num_lists)
+    upcoming = _head(lists_ptr, lists_in_all, stride, q + num_programs, num_lists)
+    key, bucket, following = _leader(lists_ptr, lists_in_all, stride, k)
     # The bucket in registers: its digests, and its tags and scores where they are known.
     held = tl.full([], -1, tl.int32)
     digest = tl.full([TILE], 2, tl.uint8)
@@ -382,7 +394,7 @@ def _insert_kernel(
         h = mix(key)
         start = group_of(h, BUCKET // 16).to(tl.int32) * 16
         base = bucket.to(tl.int64) * BUCKET
-        table = tl.load(leader_tables_ptr + k)
+        table = tl.load(list_part(lists_ptr, lists_in_all, stride, LEADER_TABLES) + k)
         wanted = True
         if EXPIRES:
             since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + table)
@@ -399,11 +411,11 @@ def _insert_kernel(
             known, held = crowded, bucket
         ends = following < 0
         successor = tl.where(ends, upcoming, following)
-        next_key, next_bucket, next_following = _leader(leader_ids_ptr, leader_buckets_ptr, next_ptr, successor)
+        next_key, next_bucket, next_following = _leader(lists_ptr, lists_in_all, stride, successor)
         if ends:
-            q += stride
-            upcoming = _head(heads_ptr, work_ptr, q + stride, num_lists)
-        entry_ptr = out_ptr + tl.load(positions_ptr + k)
+            q += num_programs
+            upcoming = _head(lists_ptr, lists_in_all, stride, q + num_programs, num_lists)
+        entry_ptr = out_ptr + tl.load(list_part(lists_ptr, lists_in_all, stride, POSITIONS) + k)
         if wanted:
             slot, full, victim, victim_score, tag, score, known, crowded = _choose_slot(
                 keys_ptr, digests_ptr, tags_ptr, scores_ptr, stamps_ptr, digest, tag, score, known, crowded, base,
@@ -411,7 +423,7 @@ def _insert_kernel(
             )  # fmt: skip
             placed = slot < BUCKET
             new_score = _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING)
-            events = (victim_ids_ptr + k, victim_scores_ptr + k, victim_stamps_ptr + k, outcomes_ptr + k)
+            events = _events(lists_ptr, lists_in_all, stride, k)
             arrays = (keys_ptr, digests_ptr, scores_ptr, tags_ptr, stamps_ptr)
             entry = (key, digest_of(h), new_score, step, now)
             _take(arrays, events, base + slot, entry, victim, victim_score, placed, full, STAMPS, EXPIRES)

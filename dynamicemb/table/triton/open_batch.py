@@ -58,11 +58,11 @@ def open_batch(
     missing = None if lag is None else Missing.allocate(index, num_ids, deterministic)
     tables = padded_tables(num_tables + 1)
     block = max(32, _TILE // tables)
-    num_ones, num_words = (0, 0) if missing is None else (missing.num_ones, missing.num_filled)
+    num_zeros, num_words = (0, 0) if missing is None else (missing.num_zeros, missing.num_filled)
     args = (
         offsets, layout.table_features, index.counters, index.clock, index.score_values, index.strategies, ranges, safe,
         ranges if missing is None else missing.scratch, num_offsets, num_ids, layout.batch_size, num_tables, lag or 0,
-        0 if device.type == "cuda" else time.time_ns(), num_ones, num_words,
+        0 if device.type == "cuda" else time.time_ns(), num_zeros, num_words,
     )  # fmt: skip
     constants = {
         "POOLED": pooled,
@@ -104,7 +104,7 @@ def count_wrong(
 
 @triton.jit(
     do_not_specialize=[
-        "num_offsets", "num_ids", "batch_size", "num_tables", "lag", "host_time", "num_ones", "num_words",
+        "num_offsets", "num_ids", "batch_size", "num_tables", "lag", "host_time", "num_zeros", "num_words",
     ]
 )  # fmt: skip
 def _open_kernel(
@@ -123,7 +123,7 @@ def _open_kernel(
     num_tables,
     lag,
     host_time,
-    num_ones,
+    num_zeros,
     num_words,
     POOLED: tl.constexpr,
     STRATEGY: tl.constexpr,
@@ -135,7 +135,7 @@ def _open_kernel(
     filled = tl.program_id(0) * FILL
     if filled < num_words:
         j = filled + tl.arange(0, FILL)
-        tl.store(scratch_ptr + j, tl.where(j < num_ones, -1, 0), mask=j < num_words)
+        tl.store(scratch_ptr + j, tl.where(j < num_zeros, 0, -1), mask=j < num_words)
     t = tl.arange(0, TABLES)
     first_bag = tl.load(table_features_ptr + t, mask=t <= num_tables, other=0) * batch_size
     boundary = tl.load(offsets_ptr + first_bag, mask=(t > 0) & (t < num_tables), other=0)

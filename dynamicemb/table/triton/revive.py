@@ -8,7 +8,18 @@ from dynamicemb.table.index import NOW, STEP, Index
 from dynamicemb.table.scores import COUNT_NONE, SCORE_LFU
 from dynamicemb.table.triton.find import slots_of
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
-from dynamicemb.table.triton.missing import EXPIRED_OUTCOME, Missing
+from dynamicemb.table.triton.missing import (
+    EXPIRED_OUTCOME,
+    LEADER_COUNT,
+    LEADER_IDS,
+    LEADER_ROWS,
+    LEADER_TABLES,
+    OUTCOMES,
+    POSITIONS,
+    Missing,
+    counts_of,
+    list_part,
+)
 
 _BLOCK = 64
 
@@ -17,6 +28,7 @@ _STEP = tl.constexpr(STEP)
 _COUNT_NONE = tl.constexpr(COUNT_NONE)
 _SCORE_LFU = tl.constexpr(SCORE_LFU)
 _EXPIRED_OUTCOME = tl.constexpr(EXPIRED_OUTCOME)
+_LEADERS = tl.constexpr(LEADER_COUNT)
 
 
 def revive(index: Index, rows: torch.Tensor, missing: Missing) -> None:
@@ -33,11 +45,10 @@ def revive(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     Concurrency: a slot holds one id, and an id has one leader. Host sync: none; the grid is persistent. Bytes moved per
     leader: 12, and what a probe reads.
     """
-    m = missing
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
-        index.strategies, index.times(), index.clock, rows, m.counts, m.leader_ids, m.leader_tables, m.positions,
-        m.leader_rows, m.outcomes, m.amounts,
+        index.strategies, index.times(), index.clock, rows, missing.amounts, missing.lists, missing.num_lists,
+        missing.stride,
     )  # fmt: skip
     constants = {
         "BUCKET": index.bucket_capacity,
@@ -48,7 +59,7 @@ def revive(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     launch(_revive_kernel, persistent_grid(rows.device, cdiv(rows.numel(), _BLOCK)), args, constants, num_warps=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lists", "stride"])
 def _revive_kernel(
     keys_ptr,
     digests_ptr,
@@ -61,19 +72,21 @@ def _revive_kernel(
     stamps_ptr,
     clock_ptr,
     out_ptr,
-    counts_ptr,
-    leader_ids_ptr,
-    leader_tables_ptr,
-    positions_ptr,
-    leader_rows_ptr,
-    outcomes_ptr,
     amounts_ptr,
+    lists_ptr,
+    num_lists,
+    stride,
     BUCKET: tl.constexpr,
     COUNTING: tl.constexpr,
     STAMPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    num_leaders = tl.load(counts_ptr) + 1
+    leader_ids_ptr = list_part(lists_ptr, num_lists, stride, LEADER_IDS)
+    leader_tables_ptr = list_part(lists_ptr, num_lists, stride, LEADER_TABLES)
+    leader_rows_ptr = list_part(lists_ptr, num_lists, stride, LEADER_ROWS)
+    positions_ptr = list_part(lists_ptr, num_lists, stride, POSITIONS)
+    outcomes_ptr = list_part(lists_ptr, num_lists, stride, OUTCOMES)
+    num_leaders = tl.load(counts_of(lists_ptr, num_lists) + _LEADERS) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_leaders:
         k = begin + tl.arange(0, BLOCK)
