@@ -27,7 +27,7 @@ SPREAD ?= -n 2 --dist worksteal
 export OMP_WAIT_POLICY ?= passive
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test test-gpu memcheck check format bench docs
+.PHONY: help setup demo test test-gpu memcheck check format bench docs wheel
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '!seen[$$1]++ { printf "make %-9s %s\n", $$1, $$2 }'
@@ -60,6 +60,9 @@ check: $(READY) ## lint, format, types, layers, sizes
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_layers.py tests/test_file_sizes.py
+
+wheel: $(READY) ## build the wheel, and run the demo from it in an environment of its own
+	$(PY) tools/check_wheel.py
 
 format: $(READY) ## rewrite the sources the way `make check` wants them
 	$(PY) -m ruff check --fix .

@@ -14,7 +14,7 @@ LAYERS = ["sharding", "checkpoint", "inference", "embedding", "table"]
 LOW_MODULES = {"types", "errors", "capacity", "admission", "host_memory", "score_strategy", "score_function"}
 LOW_MODULES |= {"config_initializer", "dynamicemb_config"}
 LOW_MODULES |= {"optimizer"}
-LOW_MODULES |= {"version", "warn"}
+LOW_MODULES |= {"environment", "version", "versions", "warn"}
 FLOOR = len(LAYERS)
 # Every other module at the root only hands on names. It stands above all layers.
 TOP = -1

@@ -35,7 +35,7 @@ from dynamicemb.planner import (
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
 from dynamicemb.sharding.planner import memory_report
 from dynamicemb.sharding.table_sizes import SCRATCH_BYTES_PER_OCCURRENCE, table_memory, table_options_on_rank
-from dynamicemb.sharding.versions import find_mismatch
+from dynamicemb.versions import find_mismatch
 from tests.ranks import RankError, RankPool, ranks  # noqa: F401
 
 GIB = 2**30

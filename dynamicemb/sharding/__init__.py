@@ -6,6 +6,6 @@ by the number of ranks, for dynamic tables as for TorchRec's. (`set_gradient_div
 batches this is the gradient of one process whose loss is the mean over the global batch.
 """
 
-from dynamicemb.sharding.versions import check_versions
+from dynamicemb.versions import check_versions
 
 check_versions()
