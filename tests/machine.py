@@ -27,7 +27,6 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.cpu.initialize import initial_values
 from dynamicemb.table.index import NOW
 from dynamicemb.table.initializers import InitializerTable
-from dynamicemb.table.reference import Entry, Judge, ReferenceTable, Rejected
 from dynamicemb.table.scores import (
     SCORE_COMPOUND,
     SCORE_CUSTOMIZED,
@@ -36,6 +35,7 @@ from dynamicemb.table.scores import (
     SCORE_STEP,
     SCORE_TIMESTAMP,
 )
+from tests.oracle import Entry, Judge, ReferenceTable, Rejected
 from tests.tables import UNIFORM, device_of, use_backend
 
 INT64 = np.iinfo(np.int64)

@@ -12,9 +12,9 @@ from hypothesis.stateful import invariant
 from dynamicemb import FrequencyAdmissionStrategy, KVCounter, ProbabilityAdmissionStrategy
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.initializers import table_key
-from dynamicemb.table.reference import Judge, ReferenceCounter
 from tests.conftest import reason_to_skip
 from tests.machine import TableMachine, explore
+from tests.oracle import Judge, ReferenceCounter
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 EXAMPLES = {"cpu": (16, 40), "interpret": (4, 6), "cuda": (20, 40)}

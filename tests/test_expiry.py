@@ -15,8 +15,8 @@ from dynamicemb import (
 )
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.table.index import MOVED, NEVER, NOW, OLDEST, SEEN
-from dynamicemb.table.reference import ReferenceTable
 from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_LFU, SCORE_TIMESTAMP
+from tests.oracle import ReferenceTable
 from tests.tables import make_group, ranges, use_backend
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")

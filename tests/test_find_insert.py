@@ -6,7 +6,6 @@ import torch
 
 from dynamicemb.table.index import NOW
 from dynamicemb.table.layout import fmix64, locate
-from dynamicemb.table.reference import ReferenceTable
 from dynamicemb.table.scores import (
     SCORE_COMPOUND,
     SCORE_CUSTOMIZED,
@@ -15,6 +14,7 @@ from dynamicemb.table.scores import (
     SCORE_STEP,
     SCORE_TIMESTAMP,
 )
+from tests.oracle import ReferenceTable
 from tests.tables import make_group, ranges
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")

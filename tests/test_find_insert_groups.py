@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dynamicemb.table.reference import ReferenceTable
 from dynamicemb.table.scores import SCORE_LFU, SCORE_STEP
+from tests.oracle import ReferenceTable
 from tests.tables import make_group, ranges
 
 

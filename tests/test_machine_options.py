@@ -18,10 +18,10 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from dynamicemb import ProbabilityAdmissionStrategy
 from dynamicemb.table.index import NOW, OLDEST, SEEN
 from dynamicemb.table.initializers import table_key
-from dynamicemb.table.reference import Entry, Judge, ReferenceTable, Rejected
 from dynamicemb.table.scores import SCORE_COMPOUND, SCORE_NO_EVICTION, SCORE_STEP, SCORE_TIMESTAMP
 from tests.conftest import reason_to_skip
 from tests.machine import DIMS, IDS, SCORES, explore
+from tests.oracle import Entry, Judge, ReferenceTable, Rejected
 from tests.test_admission_machine import CountingMachine, drawn
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")

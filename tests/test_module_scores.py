@@ -10,7 +10,6 @@ import torch
 from dynamicemb import DynamicEmbScoreStrategy as Score
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.index import STEP
-from dynamicemb.table.reference import mixed
 from dynamicemb.table.steps import REBASE_AT
 from tests.lookups import (
     EXTREME,
@@ -26,6 +25,7 @@ from tests.lookups import (
     score_of,
     snapshot,
 )
+from tests.oracle import mixed
 from tests.tables import device_of, use_backend
 
 COMPOUND = (Score.LFU, Score.TIMESTAMP)

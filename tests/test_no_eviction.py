@@ -19,10 +19,10 @@ from dynamicemb.table.crowding import roomy_factor, safe_load
 from dynamicemb.table.index import OLDEST, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.plan import taken_slots
-from dynamicemb.table.reference import ReferenceTable
 from dynamicemb.table.rows import MAX_ROWS, RowFormat, RowStore, _chunk_shift
 from dynamicemb.table.scores import SCORE_NO_EVICTION
 from tests.conftest import reason_to_skip
+from tests.oracle import ReferenceTable
 from tests.tables import UNIFORM, device_of, use_backend
 
 KEEP = DynamicEmbScoreStrategy.NO_EVICTION

@@ -20,11 +20,11 @@ from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.score_function import translate
 from dynamicemb.table.cpu.score_function import ranks_of
 from dynamicemb.table.index import EVICTED, NOW, SEEN
-from dynamicemb.table.reference import ReferenceTable, mixed
 from dynamicemb.table.scores import SCORE_COMPOUND
 from dynamicemb.table.triton.score_function import compile_score as compile_for_gpu
 from dynamicemb.table.triton.score_function import ranks
 from tests.lookups import batch, contents, make_module, options
+from tests.oracle import ReferenceTable, mixed
 from tests.tables import make_group, ranges
 from tests.twins import Twins
 
