@@ -10,13 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
+from dynamicemb.types import BUCKET_ALIGNMENT, DEMB_TABLE_ALIGN_SIZE, MAX_BUCKET_CAPACITY
 from dynamicemb.warn import warn
 
-BUCKET_ALIGNMENT = 16
-DEMB_TABLE_ALIGN_SIZE = 16
 DEFAULT_BUCKET_CAPACITY = 128
-# As a bucket_capacity: one bucket holds the whole shard of a rank.
-MAX_BUCKET_CAPACITY = 2**63 - 1
 # Slots of the tables of one module together: slots and rows have 32-bit numbers.
 MAX_GROUP_SLOTS = 2**31 - 1
 
@@ -39,6 +36,9 @@ class DynamicEmbDataType(enum.Enum):
     Int8 = torch.int8
     UInt8 = torch.uint8
 
+
+# Bytes of one element of a weight, by its dtype.
+DTYPE_NUM_BYTES = {dtype: dtype.itemsize for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 _DTYPE_OF_DATA_TYPE = {
     "FP32": torch.float32,
@@ -83,17 +83,17 @@ def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
     return data_type.value
 
 
-def torch_to_dyn_emb(dtype: torch.dtype) -> DynamicEmbDataType:
+def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
     """Return the element type of a torch dtype.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        return DynamicEmbDataType(dtype)
+        return DynamicEmbDataType(torch_dtype)
     except ValueError:
         known = ", ".join(str(member.value) for member in DynamicEmbDataType)
-        raise ValueError(f"dtype {dtype!r} is not supported; use one of {known}") from None
+        raise ValueError(f"torch_dtype {torch_dtype!r} is not supported; use one of {known}") from None
 
 
 def dtype_to_bytes(dtype: torch.dtype) -> int:

@@ -1,0 +1,20 @@
+"""Documented import path of some constants."""
+
+from typing import Any
+
+from dynamicemb.capacity import DTYPE_NUM_BYTES, torch_to_dyn_emb
+
+__all__ = ["DTYPE_NUM_BYTES", "TORCHREC_TYPES", "torch_to_dyn_emb"]
+
+
+def __getattr__(name: str) -> Any:
+    # Looking these up imports torchrec, which takes seconds.
+    if name == "TORCHREC_TYPES":
+        from dynamicemb.sharding.torchrec_types import TORCHREC_TYPES
+
+        return TORCHREC_TYPES
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
