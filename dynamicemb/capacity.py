@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
-from dynamicemb.types import BUCKET_ALIGNMENT, DEMB_TABLE_ALIGN_SIZE, MAX_BUCKET_CAPACITY
+from dynamicemb.types import BUCKET_ALIGNMENT, DEMB_TABLE_ALIGN_SIZE, MAX_BUCKET_CAPACITY, Planned
 from dynamicemb.warn import warn
 
 DEFAULT_BUCKET_CAPACITY = 128
@@ -149,6 +149,8 @@ def bucket_layout(num_rows: int, bucket_capacity: int | None, world_size: int = 
             num_rows = max(num_rows, -(-3 * min(num_rows, _SPARED_ROWS) // 2))
     if bucket_capacity == MAX_BUCKET_CAPACITY:
         return 1, align_to_table_size(num_rows, BUCKET_ALIGNMENT)
+    # A plain number: kernels get it.
+    bucket_capacity = int(bucket_capacity)
     return align_to_table_size(num_rows, bucket_capacity) // bucket_capacity, bucket_capacity
 
 
@@ -187,11 +189,15 @@ def _sharded_table_bucket_layout(
 ) -> tuple[int, int]:
     """Return the ``bucket_layout`` of one rank's share of a table.
 
+    A ``bucket_capacity`` that a planner wrote stands for what was asked for before: the layout is the planned one.
+
     Raises:
         ValueError: ``world_size`` < 1, or a bad ``bucket_capacity``.
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be >= 1, got {world_size}")
+    if isinstance(bucket_capacity, Planned):
+        bucket_capacity = bucket_capacity.given
     return bucket_layout(-(-embedding_config.num_embeddings // world_size), bucket_capacity, world_size)
 
 

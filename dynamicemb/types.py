@@ -48,6 +48,28 @@ class Default(float):
     """
 
 
+class Planned(int):
+    """A number that a planner wrote into the options of a table.
+
+    Another planner that gets the options goes by what was there before. The mark travels with the number into copies of
+    the options, pickled ones too; what is computed from it is a plain number.
+
+    Attributes:
+        given: what was there before.
+    """
+
+    given: int | None
+
+    def __new__(cls, value: int, given: int | None = None) -> "Planned":
+        """Mark a number."""
+        planned = super().__new__(cls, value)
+        planned.given = given
+        return planned
+
+    def __getnewargs__(self) -> tuple[int, int | None]:  # type: ignore[override]
+        return int(self), self.given
+
+
 class DynamicEmbInitializerMode(enum.Enum):
     """How the first value of a row is made."""
 

@@ -54,8 +54,8 @@ class DynamicPooledLookup(NothingToPrefetch, PlansInserts, GroupedPooledEmbeddin
 class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
     """Row-wise sharding of sequence tables."""
 
-    # Whether weights carry counts, and the batch that is sent, None if nobody watches it; the collection sets both before
-    # the input dist is made.
+    # Whether weights carry counts, and the batch that is sent, None if nobody watches it. The collection sets both
+    # before the input dist is made.
     carries_counts = False
     sending: Sending | None = None
 
