@@ -277,9 +277,7 @@ def test_an_equal_object_of_the_enumerator_is_no_contradiction() -> None:
     enumerator = DynamicEmbeddingEnumerator(topology, constraints={"t": theirs})
     ours = constraint(DynamicEmbTableOptions(**given))
     for _ in range(2):
-        planner = DynamicEmbeddingShardingPlanner(
-            [config()], topology, enumerator=enumerator, constraints={"t": ours}
-        )
+        planner = DynamicEmbeddingShardingPlanner([config()], topology, enumerator=enumerator, constraints={"t": ours})
         assert planned(planner, [config()])["t"].max_capacity == 512
     assert theirs.dynamicemb_options.max_capacity is None
 
@@ -350,6 +348,10 @@ def test_a_module_can_be_made_of_what_was_written(backend: str, device: torch.de
         modules.append(module)
     first, second = modules
     assert first.tables.capacities == second.tables.capacities
+    # Kernels know plain numbers only.
+    numbers = [first.tables.index.bucket_capacity, *first.dims]
+    numbers += [number for row in first.tables.store.formats for number in (row.dim, row.num_state)]
+    assert {type(number) for number in numbers} == {int}
     ids, rows = first.export_keys_values("t", torch.device("cpu"))
     others, other_rows = second.export_keys_values("t", torch.device("cpu"))
     assert torch.equal(ids, others) and torch.equal(rows, other_rows) and len(ids) == 20
