@@ -66,9 +66,6 @@ class Planned(int):
         planned.given = given
         return planned
 
-    def __getnewargs__(self) -> tuple[int, int | None]:  # type: ignore[override]
-        return int(self), self.given
-
 
 class DynamicEmbInitializerMode(enum.Enum):
     """How the first value of a row is made."""
