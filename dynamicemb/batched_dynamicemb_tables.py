@@ -6,10 +6,13 @@ from dynamicemb.checkpoint.format import (
     encode_meta_json_file_path,
 )
 from dynamicemb.checkpoint.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.checkpoint.table_files import find_files, get_loading_files
 
 __all__ = [
     "BatchedDynamicEmbeddingTablesV2",
     "encode_checkpoint_file_path",
     "encode_counter_checkpoint_file_path",
     "encode_meta_json_file_path",
+    "find_files",
+    "get_loading_files",
 ]

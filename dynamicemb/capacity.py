@@ -10,13 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
+from dynamicemb.types import BUCKET_ALIGNMENT, DEMB_TABLE_ALIGN_SIZE, MAX_BUCKET_CAPACITY, Planned
 from dynamicemb.warn import warn
 
-BUCKET_ALIGNMENT = 16
-DEMB_TABLE_ALIGN_SIZE = 16
 DEFAULT_BUCKET_CAPACITY = 128
-# As a bucket_capacity: one bucket holds the whole shard of a rank.
-MAX_BUCKET_CAPACITY = 2**63 - 1
 # Slots of the tables of one module together: slots and rows have 32-bit numbers.
 MAX_GROUP_SLOTS = 2**31 - 1
 
@@ -39,6 +36,9 @@ class DynamicEmbDataType(enum.Enum):
     Int8 = torch.int8
     UInt8 = torch.uint8
 
+
+# Bytes of one element of a weight, by its dtype.
+DTYPE_NUM_BYTES = {dtype: dtype.itemsize for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 _DTYPE_OF_DATA_TYPE = {
     "FP32": torch.float32,
@@ -83,17 +83,17 @@ def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
     return data_type.value
 
 
-def torch_to_dyn_emb(dtype: torch.dtype) -> DynamicEmbDataType:
+def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
     """Return the element type of a torch dtype.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        return DynamicEmbDataType(dtype)
+        return DynamicEmbDataType(torch_dtype)
     except ValueError:
         known = ", ".join(str(member.value) for member in DynamicEmbDataType)
-        raise ValueError(f"dtype {dtype!r} is not supported; use one of {known}") from None
+        raise ValueError(f"torch_dtype {torch_dtype!r} is not supported; use one of {known}") from None
 
 
 def dtype_to_bytes(dtype: torch.dtype) -> int:
@@ -149,6 +149,8 @@ def bucket_layout(num_rows: int, bucket_capacity: int | None, world_size: int = 
             num_rows = max(num_rows, -(-3 * min(num_rows, _SPARED_ROWS) // 2))
     if bucket_capacity == MAX_BUCKET_CAPACITY:
         return 1, align_to_table_size(num_rows, BUCKET_ALIGNMENT)
+    # A plain number: kernels get it.
+    bucket_capacity = int(bucket_capacity)
     return align_to_table_size(num_rows, bucket_capacity) // bucket_capacity, bucket_capacity
 
 
@@ -187,11 +189,15 @@ def _sharded_table_bucket_layout(
 ) -> tuple[int, int]:
     """Return the ``bucket_layout`` of one rank's share of a table.
 
+    A ``bucket_capacity`` that a planner wrote stands for what was asked for before: the layout is the planned one.
+
     Raises:
         ValueError: ``world_size`` < 1, or a bad ``bucket_capacity``.
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be >= 1, got {world_size}")
+    if isinstance(bucket_capacity, Planned):
+        bucket_capacity = bucket_capacity.given
     return bucket_layout(-(-embedding_config.num_embeddings // world_size), bucket_capacity, world_size)
 
 

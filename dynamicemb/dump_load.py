@@ -3,7 +3,7 @@
 from dynamicemb.checkpoint.background import DumpHandle
 from dynamicemb.checkpoint.dump import DynamicEmbDump
 from dynamicemb.checkpoint.load import DynamicEmbLoad, TableReport
-from dynamicemb.checkpoint.sources import find_sharded_modules, get_dynamic_emb_module
+from dynamicemb.checkpoint.sources import check_emb_collection_modules, find_sharded_modules, get_dynamic_emb_module
 from dynamicemb.checkpoint.state_dict import state_dict_without_rows
 from dynamicemb.checkpoint.state_dict_planner import DynamicEmbLoadPlanner
 
@@ -13,6 +13,7 @@ __all__ = [
     "DynamicEmbLoad",
     "DynamicEmbLoadPlanner",
     "TableReport",
+    "check_emb_collection_modules",
     "find_sharded_modules",
     "get_dynamic_emb_module",
     "state_dict_without_rows",

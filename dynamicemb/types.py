@@ -3,9 +3,10 @@
 import abc
 import enum
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,15 @@ EMBEDDING_TYPE = torch.float32
 SCORE_TYPE = torch.int64
 OPT_STATE_TYPE = torch.float32
 COUNTER_TYPE = torch.int64
+
+DEMB_TABLE_ALIGN_SIZE = 16
+# Slots of a bucket are a multiple of this.
+BUCKET_ALIGNMENT = DEMB_TABLE_ALIGN_SIZE
+# As a bucket_capacity: one bucket holds the whole shard of a rank.
+MAX_BUCKET_CAPACITY = 2**63 - 1
+
+OptionsT = TypeVar("OptionsT")
+OptimizerT = TypeVar("OptimizerT")
 
 torch_dtype_to_np_dtype: dict[torch.dtype, type[np.generic]] = {
     torch.uint64: np.uint64,
@@ -36,6 +46,25 @@ class Default(float):
 
     An argument without an effect is to be named to whoever gave it, also if the value is that of the default.
     """
+
+
+class Planned(int):
+    """A number that a planner wrote into the options of a table.
+
+    Another planner that gets the options goes by what was there before. The mark travels with the number into copies of
+    the options, pickled ones too; what is computed from it is a plain number.
+
+    Attributes:
+        given: what was there before.
+    """
+
+    given: int | None
+
+    def __new__(cls, value: int, given: int | None = None) -> "Planned":
+        """Mark a number."""
+        planned = super().__new__(cls, value)
+        planned.given = given
+        return planned
 
 
 class DynamicEmbInitializerMode(enum.Enum):
@@ -218,3 +247,233 @@ class AdmissionStrategy(abc.ABC):
         Returns:
             True if the rows were filled; False leaves them to the table's own initializer.
         """
+
+
+class Storage(abc.ABC, Generic[OptionsT, OptimizerT]):
+    """Keeps rows outside of the tables of one module, for ``external_storage``.
+
+    A class, not an object, is given there: the module calls ``storage_class(options, optimizer)`` with the list of the
+    options of its tables and its optimizer. Tables have numbers ``t`` in the order of that list.
+
+    Shapes: N ids, T tables, D_t the embedding dim of table ``t``, V_t the width of its value, which is the embedding
+    followed by the optimizer state. max_D and max_V are the largest of all tables. A padded value ``[max_V]`` has the
+    embedding from column 0 and the optimizer state from column max_D on; what is between is not read.
+
+    A storage may also have ``expand_if_need(unique_size_per_table)``, with int64 ``[T]`` on the CPU: how many ids are
+    about to be inserted.
+    """
+
+    @abc.abstractmethod
+    def find(
+        self,
+        unique_keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        copy_mode: CopyMode,
+        lfu_accumulated_frequency: torch.Tensor | None = None,
+    ) -> tuple[
+        int,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+    ]:
+        """Look ids up. In training, a storage that ranks ids updates their scores.
+
+        Args:
+            unique_keys: int64 ``[N]``, distinct within a table.
+            table_ids: int64 ``[N]``, ascending.
+            copy_mode: EMBEDDING for embeddings alone, VALUE for padded values.
+            lfu_accumulated_frequency: int64 ``[N]``, occurrences to add to the scores of LFU tables; None is one each.
+
+        Returns:
+            Eight values, where M ids are missing:
+
+            - ``num_missing``: int, M.
+            - ``missing_keys``: int64 ``[M]``.
+            - ``missing_indices``: int64 ``[M]``, their places in ``unique_keys``, ascending.
+            - ``missing_table_ids``: int64 ``[M]``.
+            - ``missing_scores``: int64 ``[M]``, the scores that they would get; None if the storage has none.
+            - ``founds``: bool ``[N]``, True where the id is there.
+            - ``output_scores``: int64 ``[N]``; those of missing ids are not read.
+            - ``values``: ``[N, max_D]`` or ``[N, max_V]``, by ``copy_mode``, of ``embedding_dtype()``; those of missing
+              ids are not read.
+        """
+
+    @abc.abstractmethod
+    def insert(
+        self,
+        keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        values: torch.Tensor,
+        scores: torch.Tensor | None = None,
+        preserve_existing: bool = False,
+    ) -> None:
+        """Write rows: new ids get one, the others a new value.
+
+        Args:
+            keys: int64 ``[N]``, distinct within a table.
+            table_ids: int64 ``[N]``.
+            values: ``[N, max_V]``, padded. A storage of a single table may be given fewer columns.
+            scores: int64 ``[N]``; None leaves them to the storage.
+            preserve_existing: True keeps the scores of ids that are there.
+        """
+
+    @abc.abstractmethod
+    def dump(
+        self,
+        table_id: int,
+        meta_file_path: str,
+        emb_key_path: str,
+        embedding_file_path: str,
+        score_file_path: str | None,
+        opt_file_path: str | None,
+        timestamp: int,
+    ) -> None:
+        """Write one table to files, which hold row after row without a header.
+
+        Args:
+            table_id: the table.
+            meta_file_path: JSON, the arguments of the optimizer.
+            emb_key_path: int64 ``[n]``.
+            embedding_file_path: float32 ``[n, D_t]``.
+            score_file_path: int64 ``[n]``; None is no file.
+            opt_file_path: float32 optimizer states ``[n, state]``; None is no file.
+            timestamp: now, in the unit of the scores: of TIMESTAMP tables files hold ages, ``timestamp - score``.
+        """
+
+    @abc.abstractmethod
+    def load(
+        self,
+        table_id: int,
+        meta_file_path: str,
+        emb_file_path: str,
+        embedding_file_path: str,
+        score_file_path: str | None,
+        opt_file_path: str | None,
+        include_optim: bool,
+        timestamp: int,
+    ) -> None:
+        """Read one table from files that ``dump`` wrote; ids that are there already get the values of the files.
+
+        Args:
+            table_id: the table.
+            meta_file_path: JSON, the arguments of the optimizer.
+            emb_file_path: int64 ids ``[n]``.
+            embedding_file_path: float32 ``[n, D_t]``.
+            score_file_path: int64 ``[n]``; None is no file.
+            opt_file_path: float32 optimizer states ``[n, state]``; None is no file.
+            include_optim: whether optimizer states are read; otherwise rows get the initial one.
+            timestamp: now, in the unit of the scores: the score of an age is ``timestamp - age``, at least 0.
+        """
+
+    @abc.abstractmethod
+    def embedding_dtype(self) -> torch.dtype:
+        """Return the dtype of values."""
+
+    @abc.abstractmethod
+    def embedding_dim(self, table_id: int) -> int:
+        """Return D_t of a table."""
+
+    @abc.abstractmethod
+    def value_dim(self, table_id: int) -> int:
+        """Return V_t of a table."""
+
+    @abc.abstractmethod
+    def max_embedding_dim(self) -> int:
+        """Return max_D."""
+
+    @abc.abstractmethod
+    def max_value_dim(self) -> int:
+        """Return max_V."""
+
+    @abc.abstractmethod
+    def embedding_dims(self, on_device: bool = False) -> torch.Tensor:
+        """Return D of all tables, int64 ``[T]``: on the CPU, or on the device of the values if ``on_device``."""
+
+    def all_dims_vec4(self) -> bool:
+        """Return whether D_t and V_t are multiples of 4 in every table, so that rows can be moved by fours."""
+        dims = enumerate(self.embedding_dims().tolist())
+        return all(dim % 4 == 0 and self.value_dim(table) % 4 == 0 for table, dim in dims)
+
+    @abc.abstractmethod
+    def init_optimizer_state(self) -> float:
+        """Return the value that optimizer states begin with."""
+
+    @abc.abstractmethod
+    def export_keys_values(
+        self,
+        device: torch.device,
+        batch_size: int = 65536,
+        table_id: int = 0,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+        """Yield all rows of a table, at most ``batch_size`` at a time.
+
+        Args:
+            device: where the tensors are to be.
+            batch_size: rows of one batch at most.
+            table_id: the table.
+
+        Yields:
+            ``(ids int64 [n], embeddings float32 [n, D_t], optimizer states float32 [n, state] or None, scores int64
+            [n])``.
+        """
+
+
+class Cache(abc.ABC):
+    """Keeps a part of the rows of a module in the memory of its device. Shapes: N ids."""
+
+    @abc.abstractmethod
+    def lookup(
+        self,
+        unique_keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        lfu_accumulated_frequency: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Find the slots of ids, and update their scores in training.
+
+        Args:
+            unique_keys: int64 ``[N]``, distinct within a table.
+            table_ids: int64 ``[N]``, ascending.
+            lfu_accumulated_frequency: int64 ``[N]``, occurrences to add to the scores of LFU tables; None is one each.
+
+        Returns:
+            ``(scores int64 [N], founds bool [N], slots int64 [N])``; a missing id has slot -1.
+        """
+
+    @abc.abstractmethod
+    def insert_and_evict(
+        self,
+        keys: torch.Tensor,
+        table_ids: torch.Tensor,
+        scores: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Give slots to ids that have none, and take them from others where it must be.
+
+        Args:
+            keys: int64 ``[N]``, distinct within a table.
+            table_ids: int64 ``[N]``.
+            scores: int64 ``[N]``; None leaves them to the cache.
+
+        Returns:
+            ``(slots int64 [N], num_evicted, evicted_keys int64 [E], evicted_slots int64 [E], evicted_scores int64 [E],
+            evicted_table_ids int64 [E])``, with E the number ``num_evicted``; an id without a slot has slot -1.
+        """
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget all ids."""
+
+    @property
+    @abc.abstractmethod
+    def cache_metrics(self) -> torch.Tensor | None:
+        """Counts of the last lookup, int64 ``[10]`` on the CPU; None while they are not recorded.
+
+        Entry 0 is the number of ids, 1 of hits, 2 of ids inserted, 3 of ids evicted.
+        """
+
+    @abc.abstractmethod
+    def set_record_cache_metrics(self, record: bool) -> None:
+        """Record ``cache_metrics`` from now on, or end the recording."""

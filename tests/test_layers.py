@@ -16,7 +16,8 @@ LOW_MODULES |= {"config_initializer", "dynamicemb_config"}
 LOW_MODULES |= {"optimizer"}
 LOW_MODULES |= {"environment", "version", "versions", "warn"}
 FLOOR = len(LAYERS)
-# Every other module at the root only hands on names. It stands above all layers.
+# Every other module at the root only hands on names, and so does every module of a folder there that is no layer. They
+# stand above all layers.
 TOP = -1
 
 FILE_MODULES = {"io", "os", "pathlib", "shutil", "tempfile"}
@@ -141,9 +142,15 @@ def test_imports_point_down(path: Path) -> None:
     assert violations(path.read_text(), module, is_package) == []
 
 
-def test_every_folder_has_a_layer() -> None:
-    folders = {path.relative_to(ROOT / PACKAGE).parts[0] for path in package_files() if path.parent != ROOT / PACKAGE}
-    assert folders <= set(LAYERS)
+def test_a_folder_that_is_no_layer_only_hands_on_names() -> None:
+    inside = [path for path in package_files() if path.parent != ROOT / PACKAGE]
+    others = [path for path in inside if path.relative_to(ROOT / PACKAGE).parts[0] not in LAYERS]
+    assert {path.relative_to(ROOT / PACKAGE).parts[0] for path in others} == {"planner", "shard"}
+    for path in others:
+        assert level_of(module_of(path)[0]) == TOP
+        assert only_hands_on_names(ast.parse(path.read_text())) == [], path
+        # Nobody below may count on an import path of users; `violations` says so for these too.
+        assert violations(f"import {module_of(path)[0]}", "dynamicemb.sharding.planner")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +179,9 @@ def test_every_folder_has_a_layer() -> None:
         ("dynamicemb.optimizer", "import torchrec"),
         ("dynamicemb.planner", "from dynamicemb.sharding.planner import X\nY = X()"),
         ("dynamicemb.planner", "def get_planner(): pass"),
+        ("dynamicemb.planner.planner", "class Planner: pass"),
+        ("dynamicemb.shard.embedding", "from dynamicemb.sharding.collection import X\nX.y = 1"),
+        ("dynamicemb.sharding.planner", "from dynamicemb.planner.rw_sharding import X"),
         ("dynamicemb.inspect", "if __name__ == '__main__':\n    x = 1\n    print(x)"),
         ("dynamicemb.inspect", "if __name__ == '__main__':\n    main()\nelse:\n    main()"),
     ],
@@ -189,6 +199,7 @@ def test_the_rules_catch_a_bad_module(module: str, source: str) -> None:
         ("dynamicemb.optimizer", "from .types import X\nimport fbgemm_gpu"),
         ("dynamicemb.warn", "import warnings\nwarnings.warn_explicit('x', UserWarning, 'f', 1)"),
         ("dynamicemb.planner", '"""Names."""\nfrom .sharding.planner import X\n\n__all__ = ["X"]'),
+        ("dynamicemb.planner.planner", '"""Names."""\nfrom ..sharding.planner import X\n\n__all__ = ["X"]'),
         ("dynamicemb", "def __getattr__(name):\n    from .sharding import planner\n    return getattr(planner, name)"),
         ("dynamicemb.table.rows", "import torch\ntensor.open = 1\nindex.open_slots()"),
         (

@@ -87,8 +87,9 @@ def test_plan_has_a_shard_of_whole_buckets_per_rank() -> None:
     assert entry.dynamicemb_options.max_capacity == 384
     assert entry.dynamicemb_options.bucket_capacity == 128
     assert entry.dist_type == "hash_roundrobin"
-    # The user's object is not changed, it may serve several tables.
-    assert given.dynamicemb_options.max_capacity is None
+    # The plan has an object of its own.
+    assert entry.dynamicemb_options is not given.dynamicemb_options
+    assert given.dynamicemb_options.max_capacity == 384
 
 
 @pytest.mark.parametrize(

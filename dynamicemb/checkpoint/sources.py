@@ -178,6 +178,32 @@ def get_dynamic_emb_module(model: nn.Module) -> list[BatchedDynamicEmbeddingTabl
     return [module for collection in find_collections(model) for module in collection.modules]
 
 
+def check_emb_collection_modules(
+    module: nn.Module, ret_list: list[BatchedDynamicEmbeddingTablesV2], visited: set[int] | None = None
+) -> list[BatchedDynamicEmbeddingTablesV2]:
+    """Append the modules of dynamic tables in a model, or in a part of one, to a list.
+
+    Args:
+        module: the model, or a part of it.
+        ret_list: extended in place.
+        visited: ``id()`` of modules that are left out; extended by those that are appended. None leaves out none.
+
+    Returns:
+        ``ret_list``.
+
+    Raises:
+        TypeError: ``module`` is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}; pass the model or a part of it")
+    visited = set() if visited is None else visited
+    for tables in get_dynamic_emb_module(module):
+        if id(tables) not in visited:
+            visited.add(id(tables))
+            ret_list.append(tables)
+    return ret_list
+
+
 def tables_of_model(
     model: nn.Module, table_names: Mapping[str, Iterable[str]] | None, ranks: Ranks | None = None
 ) -> list[Table]:

@@ -254,7 +254,9 @@ def build_group(
     growth = None
     if capacities != max_capacities:
         growth = GrowthLimits(max_capacities, [float(o.max_load_factor) for o in options])
-    formats = [RowFormat(_set(o.dim), optimizer.num_state(_set(o.dim)) if first.training else 0) for o in options]
+    # Plain numbers: those that a planner wrote are of a type that kernels do not know.
+    dims = [int(_set(o.dim)) for o in options]
+    formats = [RowFormat(dim, optimizer.num_state(dim) if first.training else 0) for dim in dims]
     if device.type == "cuda":
         wanted = [c * f.num_bytes(weights_dtype(first)) for c, f in zip(capacities, formats, strict=True)]
         per_slot = INDEX_BYTES_PER_SLOT + (STAMP_BYTES_PER_SLOT if SCORE_COMPOUND in strategies else 0)

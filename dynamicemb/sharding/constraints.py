@@ -34,7 +34,11 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     Attributes:
         use_dynamicemb: True makes the table dynamic; False leaves it to TorchRec. A planner of TorchRec takes such a
             constraint, but its plan is refused when the table is sharded: it would be a static one.
-        dynamicemb_options: options of a dynamic table. The planner works on a copy.
+        dynamicemb_options: options of a dynamic table. The planner completes this object, for whoever reads it later;
+            the plan has a copy. An object for several tables gets the values in which all of these agree, and keeps
+            what was given otherwise; capacities and bucket size are written together or not at all. Whoever plans again
+            with the object, for other tables or ranks, plans by what was given: what a planner wrote is no wish, unless
+            it has been changed since.
     """
 
     use_dynamicemb: bool = False

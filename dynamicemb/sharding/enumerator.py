@@ -23,6 +23,7 @@ from dynamicemb.sharding.check_sharders import configs_of
 from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints
 from dynamicemb.sharding.table_sizes import TableMemory, grows, slots_on_rank, table_memory, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import optimizer_of_parameter, remember_search_space
+from dynamicemb.sharding.written_options import given_options
 
 
 class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
@@ -110,7 +111,7 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 # Options are equal where TorchRec gives tables to one module.
                 others = constraint.dynamicemb_options
-                if others == options and grows(config, others, self._world_size):
+                if given_options(others) == given_options(options) and grows(config, others, self._world_size):
                     return True
         return False
 

@@ -18,10 +18,10 @@ class PlansInserts:
     """A lookup that plans the inserts of all of its groups first; comes before TorchRec's class in the bases.
 
     Attributes:
-        ranks: the ranks that share the tables.
+        ranks: the ranks that share the tables; None is all.
     """
 
-    ranks: dist.ProcessGroup
+    ranks: dist.ProcessGroup | None = None
     _emb_modules: Any
     _feature_splits: list[int]
 
@@ -37,7 +37,7 @@ class PlansInserts:
         return super().forward(sparse_features)  # type: ignore[misc]
 
 
-def _plan_on_all_ranks(kernels: Any, features: list[KeyedJaggedTensor], ranks: dist.ProcessGroup) -> None:
+def _plan_on_all_ranks(kernels: Any, features: list[KeyedJaggedTensor], ranks: dist.ProcessGroup | None) -> None:
     names = [name for kernel in kernels for name in kernel.emb_module.table_names]
     # The failed ids of each table, all of its new ids, and at the end how many ranks refuse their batch.
     numbers = [0] * (2 * len(names) + 1)

@@ -42,6 +42,7 @@ from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
 from dynamicemb.sharding.plan_mark import DynamicTableMark
 from dynamicemb.sharding.table_sizes import TableMemory, slots_on_rank, table_options_on_rank
 from dynamicemb.sharding.torchrec_compat import make_topology
+from dynamicemb.sharding.written_options import given_options, write_options
 from dynamicemb.warn import warn
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,10 @@ class DynamicEmbeddingShardingPlanner:
         partitioner: as in TorchRec.
         performance_model: as in TorchRec.
         stats: as in TorchRec.
-        constraints: per table name; tables without one, or without ``use_dynamicemb``, are static.
+        constraints: per table name; tables without one, or without ``use_dynamicemb``, are static. Into the
+            ``dynamicemb_options`` of dynamic tables the planner writes what a rank has of the table: ``dim``,
+            ``embedding_dtype``, ``index_type``, ``bucket_capacity``, ``max_capacity`` (not of NO_EVICTION),
+            ``init_capacity``, ``local_hbm_for_values`` and ``initializer_args``. See `DynamicEmbParameterConstraints`.
         debug: as in TorchRec.
 
     Raises:
@@ -95,12 +99,11 @@ class DynamicEmbeddingShardingPlanner:
         for name, constraint in constraints.items():
             if isinstance(constraint, DynamicEmbParameterConstraints) and constraint.use_dynamicemb:
                 check_constraint(name, constraint, self._topology.compute_device)
-                options = table_options_on_rank(configs[name], constraint.dynamicemb_options, self._topology.world_size)
-                warn_about_capacities(name, constraint.dynamicemb_options, options)
+                given = given_options(constraint.dynamicemb_options)
+                options = table_options_on_rank(configs[name], given, self._topology.world_size)
+                warn_about_capacities(name, given, options)
                 self._options[name] = options
-                _, self._slots[name], _ = slots_on_rank(
-                    configs[name], constraint.dynamicemb_options, self._topology.world_size
-                )
+                _, self._slots[name], _ = slots_on_rank(configs[name], given, self._topology.world_size)
             elif has_idle_options(constraint):
                 warn(
                     f"table {name!r} is static and ignores dynamicemb_options; set use_dynamicemb=True",
@@ -122,6 +125,8 @@ class DynamicEmbeddingShardingPlanner:
             constraints={name: c for name, c in constraints.items() if name not in self._options},
             debug=debug,
         )
+        # The last thing that happens here: a planner that raises has changed nothing.
+        write_options((_options_of(constraints[name]), planned) for name, planned in self._options.items())
 
     @property
     def memory(self) -> dict[str, TableMemory]:
@@ -272,7 +277,9 @@ def _check_enumerator(
     differing = sorted(
         name
         for name in dynamic | options.keys()
-        if name not in dynamic or name not in options or options[name] != constraints[name].dynamicemb_options  # type: ignore[attr-defined]
+        if name not in dynamic
+        or name not in options
+        or given_options(options[name]) != given_options(_options_of(constraints[name]))
     )
     if differing:
         raise ValueError(
@@ -284,6 +291,11 @@ def _check_enumerator(
             f"enumerator has a topology with world_size={enumerator.world_size}, the planner one with {world_size}; "
             "pass the same topology to both, or leave enumerator None"
         )
+
+
+def _options_of(constraint: ParameterConstraints) -> DynamicEmbTableOptions:
+    assert isinstance(constraint, DynamicEmbParameterConstraints)
+    return constraint.dynamicemb_options
 
 
 def _default_topology() -> Topology:

@@ -54,15 +54,17 @@ class DynamicPooledLookup(NothingToPrefetch, PlansInserts, GroupedPooledEmbeddin
 class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
     """Row-wise sharding of sequence tables."""
 
-    # Whether weights carry counts, and the batch that is sent; the collection sets both before the input dist is made.
+    # Whether weights carry counts, and the batch that is sent, None if nobody watches it. The collection sets both
+    # before the input dist is made.
     carries_counts = False
-    sending: Sending
+    sending: Sending | None = None
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         device = device or self._device
+        sending = self.sending or Sending()
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, sending=self.sending
+            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, sending=sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
@@ -82,14 +84,15 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
 class DynamicRwPooledSharding(RwPooledSharding):
     """Row-wise sharding of pooled tables."""
 
-    # The batch that is sent; the collection sets it before the input dist is made.
-    sending: Sending
+    # The batch that is sent, None if nobody watches it; the collection sets it before the input dist is made.
+    sending: Sending | None = None
 
     def create_input_dist(self, device: torch.device | None = None) -> DynamicFeaturesDist:
         """Make the exchange of ids."""
         weighted = any(config.is_weighted for config in self._grouped_embedding_configs)
+        sending = self.sending or Sending()
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, sending=self.sending
+            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, sending=sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:

@@ -22,6 +22,7 @@ from dynamicemb.dynamicemb_config import (
 )
 from dynamicemb.optimizer import get_optimizer_state_dim
 from dynamicemb.sharding.fields import CONFIG_FIELDS
+from dynamicemb.sharding.written_options import given_options
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
 from dynamicemb.table.ownership import check_routing
 from dynamicemb.table.relocation import GROWTH_BYTES_PER_SLOT
@@ -76,13 +77,13 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
 
     Args:
         config: TorchRec's EmbeddingConfig or EmbeddingBagConfig.
-        options: what the user gave; not changed.
+        options: what the user gave; not changed. What a planner wrote into them does not count.
         world_size: ranks that share the table.
 
     Raises:
         ValueError: config and options contradict each other or are out of range.
     """
-    name = config.name
+    name, options = config.name, given_options(options)
     check_config(config)
     check_routing(world_size, options.dist_type, config.num_embeddings)
     if options.score_strategy is None:
@@ -122,6 +123,7 @@ def slots_on_rank(config: Any, options: DynamicEmbTableOptions, world_size: int)
     A table without a limit (NO_EVICTION) is planned for the slots that ``num_embeddings`` ids want at its load factor.
     It may begin with more, and go on.
     """
+    options = given_options(options)
     rows, bucket_capacity = -(-config.num_embeddings // world_size), options.bucket_capacity
     if _grows_without_limit(options):
         bucket_capacity = bucket_capacity or DEFAULT_BUCKET_CAPACITY

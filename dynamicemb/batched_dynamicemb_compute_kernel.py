@@ -1,0 +1,9 @@
+"""Documented import path of the compute kernels, which TorchRec's lookups make, and of their optimizer."""
+
+from dynamicemb.sharding.kernels import (
+    BatchedDynamicEmbedding,
+    BatchedDynamicEmbeddingBag,
+    DynamicEmbeddingFusedOptimizer,
+)
+
+__all__ = ["BatchedDynamicEmbedding", "BatchedDynamicEmbeddingBag", "DynamicEmbeddingFusedOptimizer"]
