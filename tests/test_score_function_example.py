@@ -68,3 +68,27 @@ def test_c10_a_table_evicts_by_the_documented_function(backend: str, device: tor
     module(*batch([104] * 8))
     assert set(range(4, 8)) < contents(module)["a"].keys()
     assert len(contents(module)["a"].keys() & set(range(10, 18))) == 7
+
+
+def decays(scores, cur_timestamp):
+    return math.log(max(scores[1], 1)) + (cur_timestamp - scores[0]) * 1e-9 * math.log(0.9)
+
+
+@pytest.mark.usefixtures("tensors_on_device")
+def test_c10_a_frequency_that_decays_by_a_tenth_each_second_ranks(backend: str, device: torch.device) -> None:
+    table = options(capacity=16, score_strategy=(Score.TIMESTAMP, Score.LFU), score_function=decays)
+    module = make_module([table], device=device)
+    clock = module.tables.index.clock
+    # Ids 0 to 15 occur 1, 2, 3, ... times, a second after each other, so id k ranks log(k + 1) + (15 - k) log(0.9).
+    for key in range(16):
+        module(*batch([key] * (key + 1)))
+        clock[[NOW, SEEN]] += 10**9
+    ranks = {key: math.log(key + 1) + (15 - key) * math.log(0.9) for key in range(16)}
+    by_rank = sorted(ranks, key=lambda key: ranks[key])
+    assert by_rank == list(range(16))
+    # A hundred seconds later id 0 is touched once more. By frequencies alone it would be among the first two to go.
+    clock[[NOW, SEEN]] += 100 * 10**9
+    module(*batch([0]))
+    module(*batch([50, 51]))
+    # Id 0 has the frequency 2 and the present time. Ids 1 and 2 are the oldest of those that are left.
+    assert contents(module)["a"].keys() == {0, *range(3, 16), 50, 51}
