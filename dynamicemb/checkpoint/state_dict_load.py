@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from dynamicemb.checkpoint.io import DISK
-from dynamicemb.checkpoint.load import TableReport, fill_counter, report_of
+from dynamicemb.checkpoint.load import TableReport, fill_counter, report_of, warn_of_outstanding
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, Rows
@@ -30,7 +30,6 @@ from dynamicemb.checkpoint.state_dict_exchange import Exchange
 from dynamicemb.checkpoint.state_dict_shards import local_rows, ranks_of
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
-from dynamicemb.table.import_step import check_importable
 from dynamicemb.warn import warn
 
 T = TypeVar("T")
@@ -99,7 +98,8 @@ def _check_dtype(tensor: torch.Tensor, name: str, table: Table) -> None:
 def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks: Ranks) -> dict[str, TableReport]:
     """Replace the contents of tables by what a state_dict holds; a collective, with the same tables on all ranks.
 
-    Scores, times, ids that have expired and tables that are smaller are treated as ``DynamicEmbLoad`` does.
+    Scores, times, ids that have expired, tables that are smaller and forwards whose backward has not run are treated
+    as ``DynamicEmbLoad`` does.
 
     Args:
         tables: the tables.
@@ -110,13 +110,14 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
         Per table, what happened.
 
     Raises:
-        DynamicEmbError: entries are damaged, incomplete, or of another checkpoint on other ranks; or a forward's
-            backward has not run. The tables are as they were.
+        DynamicEmbError: entries are damaged, incomplete, or of another checkpoint on other ranks. The tables are as
+            they were.
         ValueError: they do not fit the tables: dim, score strategy, optimizer. The tables are as they were.
     """
     found = ranks.each(lambda: [_Found.create(*pair, ranks) for pair in zip(tables, entries, strict=True)])
     _check(found, ranks)
     ranks.on_first(lambda: _warn_about_counts(found))
+    ranks.each(lambda: warn_of_outstanding(tables))
     now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
     for table in tables:
         adopt_clock(table.group, now)
@@ -138,7 +139,6 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
     def check() -> None:
         for part in found:
             check_routing_known(part.table, ranks.world_size)
-            check_importable(part.table.group)
             try:
                 check_compatible(part.table, part.stored, optim=True, fresh_scores=False, report=ranks.rank == 0)
             except ValueError as error:
