@@ -30,15 +30,23 @@ class Ranks:
     """The processes that dump or load together.
 
     Attributes:
-        group: the process group, None for a process alone.
+        group: the process group; None for a process alone, and where the group of one rank was destroyed.
         rank: of this process.
         world_size: how many there are.
     """
 
     def __init__(self, group: Any = None) -> None:
-        """Take the ranks of a process group; None is all of them, or this process alone without torch.distributed."""
+        """Take the ranks of a process group; None is all of them, or this process alone without torch.distributed.
+
+        Raises:
+            DynamicEmbError: the process group was destroyed, and had several ranks.
+            ValueError: torch.distributed was not initialised, or this process is not in the group.
+        """
         initialized = dist.is_available() and dist.is_initialized()
         self.group = group if group is not None or not initialized else dist.group.WORLD
+        if _is_destroyed(self.group):
+            check_reachable(self.group.size())
+            self.group = None
         if self.group is not None and not initialized:
             raise ValueError("pg: torch.distributed is not initialised; call init_process_group() first, or use None")
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
@@ -113,6 +121,31 @@ class Ranks:
     def on_first(self, work: Callable[[], T]) -> T:
         """Call ``work`` on rank 0; return its result, or raise its error, on all."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def check_reachable(world_size: int) -> None:
+    """Refuse to go on alone where the process group of several ranks was destroyed.
+
+    Raises:
+        DynamicEmbError: there were several.
+    """
+    if world_size > 1:
+        raise DynamicEmbError(
+            f"dynamic tables are spread over {world_size} ranks, whose process group was destroyed: each rank holds a "
+            "part of the rows and reaches no other; call state_dict(), load_state_dict(), DynamicEmbDump and "
+            "DynamicEmbLoad before destroy_process_group()"
+        )
+
+
+def _is_destroyed(group: Any) -> bool:
+    """Return whether ``destroy_process_group`` was called for a group; its object still tells its size."""
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return True
+    return False
 
 
 class _RanksApart(Ranks):
