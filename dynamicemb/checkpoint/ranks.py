@@ -44,8 +44,9 @@ class Ranks:
         """
         initialized = dist.is_available() and dist.is_initialized()
         self.group = group if group is not None or not initialized else dist.group.WORLD
-        if _is_destroyed(self.group):
-            check_reachable(self.group.size())
+        destroyed = _size_if_destroyed(self.group)
+        if destroyed:
+            check_reachable(destroyed)
             self.group = None
         if self.group is not None and not initialized:
             raise ValueError("pg: torch.distributed is not initialised; call init_process_group() first, or use None")
@@ -137,15 +138,15 @@ def check_reachable(world_size: int) -> None:
         )
 
 
-def _is_destroyed(group: Any) -> bool:
-    """Return whether ``destroy_process_group`` was called for a group; its object still tells its size."""
+def _size_if_destroyed(group: Any) -> int:
+    """Return how many ranks a process group had, whose object still tells; 0 if nobody destroyed it."""
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        return False
+        return 0
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
-        return True
-    return False
+        return group.size()
+    return 0
 
 
 class _RanksApart(Ranks):
