@@ -2,12 +2,12 @@
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -140,7 +140,7 @@ def save_like_earlier_versions(rank: int, world_size: int, kind: Kind, path: str
 def test_c29_files_of_earlier_versions_load(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
     path = str(tmp_path / "state")
     before = ranks.run(2, save_like_earlier_versions, LFU, path)
-    with pytest.raises(UnpicklingError):
+    with pytest.raises(pickle.UnpicklingError):
         torch.load(f"{path}.0", weights_only=True)
     check_same(before, ranks.run(2, load, LFU, files_of(path, 2), False))
 
@@ -148,7 +148,7 @@ def test_c29_files_of_earlier_versions_load(ranks: RankPool, tmp_path: Path) -> 
 def test_static_tables_that_torch_shards_want_a_trusted_file(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
     path, kind = str(tmp_path / "state"), replace(LFU, static="row_wise", optimizer="EXACT_ROWWISE_ADAGRAD")
     before = ranks.run(2, save, kind, path)
-    with pytest.raises(UnpicklingError, match="ShardedTensor was not an allowed global"):
+    with pytest.raises(pickle.UnpicklingError, match="ShardedTensor was not an allowed global"):
         torch.load(f"{path}.0", weights_only=True)
     after = ranks.run(2, load, kind, files_of(path, 2), False)
     check_same(before, after)
@@ -198,6 +198,11 @@ def copies(rank: int, world_size: int, path: str) -> None:
     for value in (state[name], copied[name]):
         assert isinstance(value, ShardedTensor) and type(value) is RowsOfRanks and value.size() == (50, 4)
     assert copied[name].local_shards()[0].tensor.data_ptr() != state[name].local_shards()[0].tensor.data_ptr()
+    # Who sends entries to another process, as DCP does, sends what they are.
+    assert torch.serialization.DEFAULT_PROTOCOL < pickle.DEFAULT_PROTOCOL
+    sent = pickle.loads(pickle.dumps(state))[name]
+    assert type(sent) is RowsOfRanks and sent.metadata() == state[name].metadata()
+    assert torch.equal(sent.local_shards()[0].tensor, state[name].local_shards()[0].tensor)
     torch.save(copied, f"{path}.{rank}")
     other = make_module([options(capacity=256)], optimizer="adam")
     other.load_state_dict(torch.load(f"{path}.{rank}", weights_only=True))

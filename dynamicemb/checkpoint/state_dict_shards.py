@@ -20,6 +20,10 @@ class RowsOfRanks(ShardedTensor):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Other picklers, such as that which sends a state_dict to a process that saves it, have a later protocol; who
+        # receives it must see that these are not all rows.
+        if protocol != torch.serialization.DEFAULT_PROTOCOL:
+            return super().__reduce_ex__(protocol)
         return local_rows(self, "rows").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RowsOfRanks":

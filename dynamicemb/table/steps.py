@@ -68,7 +68,8 @@ class StepTracker:
         """
         with self._lock:
             self._replaced[table] = self.current
-            self._outstanding -= {number for number in self._outstanding if number <= min(self._replaced)}
+            # Of a copy: the garbage collector may end steps meanwhile.
+            self._outstanding.difference_update(n for n in self.outstanding() if n <= min(self._replaced))
 
     def replaced_since(self, number: int) -> tuple[int, ...]:
         """Return the tables from which the rows of a step are gone."""
