@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dynamicemb.embedding.freezing import without_tables
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.lookup import Lookup, without_tables
 from tests.admitting import module_on
 from tests.lookups import OPTIMIZERS, batch, contents, make_module, options
 from tests.ranks import RankPool, ranks  # noqa: F401

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.import_rows import RowImport, clear
 from dynamicemb.table.layout import fmix64, locate
@@ -147,14 +146,16 @@ def test_c14_an_import_that_cannot_begin_leaves_no_step(
     assert caught.value is not None
 
 
-def test_c14_an_outstanding_step_refuses_an_import(backend: str, tensors_on_device: None) -> None:
-    group = make_group(backend, [32])
+def test_c14_an_import_ends_the_steps_before_it(backend: str, tensors_on_device: None) -> None:
+    group = make_group(backend, [32, 32])
     step = group.begin_step()
-    with pytest.raises(DynamicEmbError, match="1 forwards"), RowImport(group, 0, False, 1, 0.0):
+    with RowImport(group, 1, True, 1, 0.0):
         pass
-    step.finish()
+    assert (group.steps.num_awaited(0), group.steps.num_awaited(1)) == (1, 0)
+    assert group.steps.replaced_since(step.number) == (1,) and not step.finished
     with RowImport(group, 0, False, 1, 0.0):
         pass
+    assert step.finished and group.steps.oldest() == group.steps.current
     assert group.lock.acquire(blocking=False)
     group.lock.release()
 

@@ -245,16 +245,6 @@ def test_incomplete_or_damaged_entries_are_refused(how: str, strict: bool) -> No
     assert_unchanged(module, before)
 
 
-def test_an_outstanding_forward_refuses_a_load() -> None:
-    module = trained()
-    state, (ids, offsets) = module.state_dict(), batch([1], [2])
-    output = module(ids, offsets)
-    with pytest.raises(DynamicEmbError, match="1 forwards whose backward has not run"):
-        module.load_state_dict(state)
-    output.sum().backward()
-    module.load_state_dict(state)
-
-
 def test_a_failure_leaves_the_tables_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     from dynamicemb.table.import_rows import RowImport
 

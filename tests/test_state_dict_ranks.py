@@ -150,41 +150,6 @@ def test_static_tables_beside_dynamic_ones_keep_their_weights_and_state(
     ranks.run(2, resume, kind, str(tmp_path / "c"))
 
 
-def in_files(rank: int, world_size: int, kind: Kind, path: str, saves: bool) -> Any:
-    model = build(kind, world_size)
-    name = f"{path}.{rank}"
-    if saves:
-        train(model, kind, rank, range(3))
-        torch.save(model.state_dict(), name)
-        return held(model)
-    try:
-        state = torch.load(name if Path(name).exists() else f"{path}.0", weights_only=False)
-    except RuntimeError as error:
-        return str(error)
-    model.load_state_dict(state)
-    return held(model)
-
-
-def test_torch_save_of_every_rank_loads_on_as_many_ranks_and_on_no_other_number(
-    ranks: RankPool,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    kind, path = Kind(score="LFU"), str(tmp_path / "state")
-    before = ranks.run(2, in_files, kind, path, True)
-    after = ranks.run(2, in_files, replace(kind, seed=5), path, False)
-    for was, now in zip(before, after, strict=True):
-        assert now["users"] == was["users"] and without_scores(now["things"]) == without_scores(was["things"])
-    assert "world size at save time was 2" in ranks.run(1, in_files, kind, path, False)[0]
-    assert any("at save time was" in message for message in ranks.run(3, in_files, kind, path, False))
-
-
-def test_what_one_rank_saved_whole_loads_on_several(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
-    kind, path = Kind(score="LFU"), str(tmp_path / "state")
-    before = joined_tables(ranks.run(1, in_files, kind, path, True))
-    after = joined_tables(ranks.run(3, in_files, kind, path, False))
-    assert after["users"] == before["users"] and without_scores(after["things"]) == without_scores(before["things"])
-
-
 def shared_module(rank: int, world_size: int, path: str, kind: str) -> Any:
     """Save or load a module of tables that stands alone, every rank with the ids that it owns."""
     import torch.distributed.checkpoint as dcp

@@ -47,6 +47,25 @@ def test_a_copy_has_no_outstanding_steps() -> None:
     assert not step.finished
 
 
+def test_c14_steps_whose_rows_are_gone_from_all_tables_are_over() -> None:
+    tracker = StepTracker(num_tables=2)
+    first, second = tracker.begin(), tracker.begin()
+    second.finish()
+    tracker.replace_rows(0)
+    third = tracker.begin()
+    assert [tracker.replaced_since(n) for n in (1, 2, 3)] == [(0,), (0,), ()]
+    assert (tracker.num_awaited(0), tracker.num_awaited(1), tracker.oldest()) == (1, 2, 1)
+    tracker.replace_rows(1)
+    # The third step may still change table 0.
+    assert (first.finished, third.finished) == (True, False)
+    assert (tracker.num_awaited(0), tracker.num_awaited(1), tracker.oldest()) == (1, 0, 3)
+    other = copy.deepcopy(tracker)
+    other.replace_rows(0)
+    assert [one.replaced_since(3) for one in (tracker, other)] == [(1,), (0, 1)]
+    assert [one.replaced_since(2) for one in (tracker, other)] == [(0, 1), (0, 1)]
+    assert not third.finished and third.number == other.current
+
+
 def test_c07_protection_survives_rebasing(backend: str, tensors_on_device: None) -> None:
     group = make_group(backend, [16])
     # As if 2^30 steps had passed; the last two are outstanding.

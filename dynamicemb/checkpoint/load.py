@@ -24,7 +24,6 @@ from dynamicemb.checkpoint.watched import WatchedDisk
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_counts import CountImport
 from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
-from dynamicemb.table.import_step import check_importable
 from dynamicemb.table.touched import Mark, next_change
 from dynamicemb.warn import warn
 
@@ -80,6 +79,9 @@ def DynamicEmbLoad(
     writer; where not all ids find a place, those with the highest scores do. A dump that this process is writing to
     ``path`` in the background is waited for; if it failed and nobody has heard of it, its error is raised.
 
+    Gradients of forwards before the load are dropped and counted in the tables that are loaded. Where the backward of
+    some has not run and their outputs are still there, a warning says how many.
+
     Args:
         path: folder of a dump of this package or of the reference implementation; or a list, a full dump and then its
             increments in order.
@@ -102,7 +104,7 @@ def DynamicEmbLoad(
 
     Raises:
         CheckpointCorruptError: a file is damaged, missing or too many; the tables are as they were.
-        DynamicEmbError: a table is not in the dump, or a forward's backward has not run.
+        DynamicEmbError: a table is not in the dump.
         FileNotFoundError: there is no dump.
         OSError: the disk failed. If it did after all files were checked, the named tables are empty.
         ValueError: the dump does not fit the tables: dim, score strategy, optimizer.
@@ -129,6 +131,7 @@ def load_tables(
     ranks.each(lambda: _check(request, tables, stored, ranks))
     parts = ranks.together(lambda: _verify(tables, stored, ranks, disk))
     verified = Verified.joined(parts)
+    ranks.each(lambda: warn_of_outstanding(tables))
     now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
     for table in tables:
         # All ranks agree on who is too old.
@@ -186,11 +189,27 @@ def _check(request: LoadRequest, tables: list[Table], stored: list[list[Stored]]
             raise DynamicEmbError(f"the ranks disagree about the {kind} to load: {descriptions}")
     for table, parts in zip(tables, stored, strict=True):
         check_routing_known(table, ranks.world_size)
-        check_importable(table.group)
         for part in parts:
             check_compatible(table, part, request.optim, request.fresh_scores, ranks.rank == 0)
     if request.counter and ranks.rank == 0:
         _warn_of_missing_counts(tables, stored)
+
+
+def warn_of_outstanding(tables: list[Table]) -> None:
+    """Say how many forwards wait for their backward, whose gradients a load of some tables of this rank drops."""
+    waiting: dict[int, tuple[list[str], int]] = {}
+    for table in tables:
+        number = table.group.steps.num_awaited(table.index)
+        if number:
+            names, most = waiting.setdefault(id(table.group), ([], 0))
+            waiting[id(table.group)] = ([*names, str(table)], max(most, number))
+    if waiting:
+        found = ", ".join(f"{number} of tables {names}" for names, number in waiting.values())
+        warn(
+            f"load: the backward of forwards has not run: {found}. Their rows are replaced, so their gradients for "
+            "these tables will be dropped, and counted in stats()['<table>']['dropped_gradients']; to keep them, call "
+            "backward before the load"
+        )
 
 
 def _warn_of_missing_counts(tables: list[Table], stored: list[list[Stored]]) -> None:

@@ -10,7 +10,7 @@ from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
 from dynamicemb.checkpoint.incremental import incremental_dump
 from dynamicemb.checkpoint.io import AnyPath, as_chain, as_paths, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
-from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.ranks import Ranks, check_reachable
 from dynamicemb.checkpoint.sources import Table, tables_of_module
 from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2 as _Module
@@ -29,6 +29,9 @@ class _Path:
 class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
     __doc__ = _Module.__doc__
 
+    # Over how many ranks a sharded collection spreads these tables; a module that stands alone knows of itself only.
+    num_sharding_ranks = 1
+
     @property
     def dynamic_tables(self) -> _Path:
         """Where the state_dict has the tables: ``get_model_state_dict`` looks at the modules that its keys name."""
@@ -40,7 +43,17 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
 
     def state_dict_ranks(self) -> Ranks:
         """Return all ranks, over which a dump takes the tables to be spread too."""
-        return Ranks(None)
+        return self._ranks(None)
+
+    def _ranks(self, pg: Any) -> Ranks:
+        ranks = Ranks(pg)
+        if ranks.group is None:
+            check_reachable(self.num_sharding_ranks)
+        return ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy stands alone.
+        return super().__getstate__() | {"num_sharding_ranks": 1}
 
     def dump(
         self,
@@ -57,7 +70,7 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
 
         Arguments, what is returned and errors are those of ``DynamicEmbDump``, but ``table_names`` lists names.
         """
-        ranks = Ranks(pg)
+        ranks = self._ranks(pg)
         request, tables = ranks.each(
             lambda: (
                 DumpRequest(as_string(save_dir), optim, counter, allow_overwrite, as_chain(base), blocking),
@@ -81,7 +94,7 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         Arguments and errors are those of ``DynamicEmbLoad``, but ``table_names`` lists names, and what happened is
         returned per table.
         """
-        ranks = Ranks(pg)
+        ranks = self._ranks(pg)
         request, tables = ranks.each(
             lambda: (
                 LoadRequest(as_paths(save_dir), optim, counter, merge, fresh_scores, table_names is None),

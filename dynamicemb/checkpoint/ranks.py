@@ -30,15 +30,24 @@ class Ranks:
     """The processes that dump or load together.
 
     Attributes:
-        group: the process group, None for a process alone.
+        group: the process group; None for a process alone, and where the group of one rank was destroyed.
         rank: of this process.
         world_size: how many there are.
     """
 
     def __init__(self, group: Any = None) -> None:
-        """Take the ranks of a process group; None is all of them, or this process alone without torch.distributed."""
+        """Take the ranks of a process group; None is all of them, or this process alone without torch.distributed.
+
+        Raises:
+            DynamicEmbError: the process group was destroyed, and had several ranks.
+            ValueError: torch.distributed was not initialised, or this process is not in the group.
+        """
         initialized = dist.is_available() and dist.is_initialized()
         self.group = group if group is not None or not initialized else dist.group.WORLD
+        destroyed = _size_if_destroyed(self.group)
+        if destroyed:
+            check_reachable(destroyed)
+            self.group = None
         if self.group is not None and not initialized:
             raise ValueError("pg: torch.distributed is not initialised; call init_process_group() first, or use None")
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
@@ -113,6 +122,31 @@ class Ranks:
     def on_first(self, work: Callable[[], T]) -> T:
         """Call ``work`` on rank 0; return its result, or raise its error, on all."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def check_reachable(world_size: int) -> None:
+    """Refuse to go on alone where the process group of several ranks was destroyed.
+
+    Raises:
+        DynamicEmbError: there were several.
+    """
+    if world_size > 1:
+        raise DynamicEmbError(
+            f"dynamic tables are spread over {world_size} ranks, whose process group was destroyed: each rank holds a "
+            "part of the rows and reaches no other; call state_dict(), load_state_dict(), DynamicEmbDump and "
+            "DynamicEmbLoad before destroy_process_group()"
+        )
+
+
+def _size_if_destroyed(group: Any) -> int:
+    """Return how many ranks a process group had, whose object still tells; 0 if nobody destroyed it."""
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        return 0
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return group.size()
+    return 0
 
 
 class _RanksApart(Ranks):

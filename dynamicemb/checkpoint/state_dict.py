@@ -11,7 +11,8 @@ Of a table "users" behind a weight ``model.ebc.embedding_bags.users.weight``::
     model.ebc.embedding_bags.users.dynamic_table            JSON, what ``Description`` holds
 
 N and K are those of all ranks. Tensors are in host memory: ``ShardedTensor``s of one shard for each rank, or plain ones
-where there is one rank.
+where there is one rank. A load takes plain ones on several ranks too: the rows of each rank, as ``torch.save`` writes
+them, or all rows on every rank, as a single process saved them.
 """
 
 import json

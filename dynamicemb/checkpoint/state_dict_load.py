@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from dynamicemb.checkpoint.io import DISK
-from dynamicemb.checkpoint.load import TableReport, fill_counter, report_of
+from dynamicemb.checkpoint.load import TableReport, fill_counter, report_of, warn_of_outstanding
 from dynamicemb.checkpoint.opened import Stored
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read import Conversion, Rows
@@ -27,10 +27,9 @@ from dynamicemb.checkpoint.state_dict import (
     sum_of,
 )
 from dynamicemb.checkpoint.state_dict_exchange import Exchange
-from dynamicemb.checkpoint.state_dict_shards import local_rows, ranks_of
+from dynamicemb.checkpoint.state_dict_shards import local_rows
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
-from dynamicemb.table.import_step import check_importable
 from dynamicemb.warn import warn
 
 T = TypeVar("T")
@@ -47,25 +46,24 @@ class _Found:
         description: of its rows.
         stored: the same, as a load of a dump has it.
         local: this rank's part of each tensor, in host memory; of those that are there.
-        complete: whether that is all, with several ranks.
+        complete: whether every one of several ranks has all rows.
     """
 
     table: Table
     description: Description
     stored: Stored
     local: dict[str, torch.Tensor]
-    complete: bool
+    complete: bool = False
 
     @classmethod
-    def create(cls, table: Table, entries: dict[str, Any], ranks: Ranks) -> "_Found":
+    def create(cls, table: Table, entries: dict[str, Any]) -> "_Found":
         """Take the entries of a table; None stands for one that is not there."""
         description = Description.from_json(entries.get(TABLE), table)
         there = {name: entries[name] for name in TENSORS if entries.get(name) is not None}
         local = {name: local_rows(value, f"table {table}: {name} of the state_dict") for name, value in there.items()}
         for name, tensor in local.items():
             _check_dtype(tensor, name, table)
-        complete = ranks.world_size > 1 and any(ranks_of(value) is None for value in there.values())
-        return cls(table, description, description.stored(table), local, complete)
+        return cls(table, description, description.stored(table), local)
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
@@ -99,7 +97,8 @@ def _check_dtype(tensor: torch.Tensor, name: str, table: Table) -> None:
 def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks: Ranks) -> dict[str, TableReport]:
     """Replace the contents of tables by what a state_dict holds; a collective, with the same tables on all ranks.
 
-    Scores, times, ids that have expired and tables that are smaller are treated as ``DynamicEmbLoad`` does.
+    Scores, times, ids that have expired, tables that are smaller and forwards whose backward has not run are treated
+    as ``DynamicEmbLoad`` does.
 
     Args:
         tables: the tables.
@@ -110,13 +109,14 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
         Per table, what happened.
 
     Raises:
-        DynamicEmbError: entries are damaged, incomplete, or of another checkpoint on other ranks; or a forward's
-            backward has not run. The tables are as they were.
+        DynamicEmbError: entries are damaged, incomplete, or of another checkpoint on other ranks. The tables are as
+            they were.
         ValueError: they do not fit the tables: dim, score strategy, optimizer. The tables are as they were.
     """
-    found = ranks.each(lambda: [_Found.create(*pair, ranks) for pair in zip(tables, entries, strict=True)])
-    _check(found, ranks)
+    found = ranks.each(lambda: [_Found.create(*pair) for pair in zip(tables, entries, strict=True)])
+    found = _checked(found, ranks)
     ranks.on_first(lambda: _warn_about_counts(found))
+    ranks.each(lambda: warn_of_outstanding(tables))
     now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
     for table in tables:
         adopt_clock(table.group, now)
@@ -132,13 +132,12 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
     return report_of(tables, ranks.gather(reports), ranks).get("", {})
 
 
-def _check(found: list[_Found], ranks: Ranks) -> None:
-    """Compare the entries with the tables, and what the ranks have of them."""
+def _checked(found: list[_Found], ranks: Ranks) -> list[_Found]:
+    """Compare the entries with the tables, and what the ranks have of them; learn which tables every rank has whole."""
 
     def check() -> None:
         for part in found:
             check_routing_known(part.table, ranks.world_size)
-            check_importable(part.table.group)
             try:
                 check_compatible(part.table, part.stored, optim=True, fresh_scores=False, report=ranks.rank == 0)
             except ValueError as error:
@@ -147,7 +146,7 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
     ranks.each(check)
     tables = [part.table for part in found]
     dtypes = [sorted((name, str(tensor.dtype)) for name, tensor in part.local.items()) for part in found]
-    agreed = [(part.description, part.complete, of_part) for part, of_part in zip(found, dtypes, strict=True)]
+    agreed = [(part.description, of_part) for part, of_part in zip(found, dtypes, strict=True)]
     sizes = [{name: tensor.shape for name, tensor in part.local.items()} for part in found]
     sums = [{name: sum_of(part.local[name]) for name in (IDS, COUNTER_IDS) if name in part.local} for part in found]
     gathered = ranks.gather((describe(tables), agreed, sizes, sums))
@@ -157,9 +156,14 @@ def _check(found: list[_Found], ranks: Ranks) -> None:
                 f"load_state_dict: the ranks disagree about the {value} of dynamic tables; give all ranks their parts "
                 f"of one checkpoint: {[of_rank[what] for of_rank in gathered]}"
             )
+    checked = []
     for p, part in enumerate(found):
-        _check_sizes(part, [of_rank[2][p] for of_rank in gathered])
+        of_ranks = [of_rank[2][p] for of_rank in gathered]
+        part = replace(part, complete=_is_complete(part, of_ranks))
+        _check_sizes(part, of_ranks)
         _check_ids(part, [of_rank[3][p] for of_rank in gathered])
+        checked.append(part)
+    return checked
 
 
 def _warn_about_counts(found: list[_Found]) -> None:
@@ -174,6 +178,18 @@ def _warn_about_counts(found: list[_Found]) -> None:
         else:
             continue
         warn(f"table {table}: {lack}")
+
+
+def _is_complete(part: _Found, sizes: list[dict[str, torch.Size]]) -> bool:
+    """Return whether each of several ranks has all rows of a table; ``sizes`` are those of each rank's part.
+
+    Example::
+
+        ids of 5 rows in all, of sizes [5, 5]: complete; [5, 0] and [2, 3]: parts; [5, 3]: neither, which is refused
+    """
+    names = [name for name in (IDS, COUNTER_IDS) if name in part.wanted]
+    found = [of_rank.get(name) == part.wanted[name] for of_rank in sizes for name in names]
+    return len(sizes) > 1 and all(found)
 
 
 def _check_sizes(part: _Found, sizes: list[dict[str, torch.Size]]) -> None:

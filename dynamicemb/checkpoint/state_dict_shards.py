@@ -12,6 +12,31 @@ from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.errors import DynamicEmbError
 
 
+class RowsOfRanks(ShardedTensor):
+    """A ``ShardedTensor`` that ``torch.save`` writes as a plain tensor: the rows of this rank.
+
+    So the file of a rank is read with ``weights_only=True``, by a process that knows neither this package nor other
+    ranks. What else the ``ShardedTensor`` knows, how many rows each rank has, the description of the table says too.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Other picklers, such as that which sends a state_dict to a process that saves it, have a later protocol; who
+        # receives it must see that these are not all rows.
+        if protocol != torch.serialization.DEFAULT_PROTOCOL:
+            return super().__reduce_ex__(protocol)
+        return local_rows(self, "rows").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RowsOfRanks":
+        return _as_rows(super().__deepcopy__(memo))
+
+
+def _as_rows(tensor: ShardedTensor) -> RowsOfRanks:
+    # torch makes a ShardedTensor whatever class is asked to.
+    tensor.__class__ = RowsOfRanks
+    assert isinstance(tensor, RowsOfRanks)
+    return tensor
+
+
 def sharded(local: torch.Tensor, counts: list[int], ranks: Ranks) -> torch.Tensor:
     """Return the tensor whose shard on this rank is ``local``; of a single rank ``local`` itself. No communication.
 
@@ -40,10 +65,12 @@ def sharded(local: torch.Tensor, counts: list[int], ranks: Ranks) -> torch.Tenso
         for rank in holders
     }
     size = torch.Size([sum(counts), *rest])
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(local, shards[ranks.rank])] if ranks.rank in shards else [],
-        ShardedTensorMetadata(list(shards.values()), size, TensorProperties(dtype=local.dtype)),
-        process_group=ranks.group,
+    return _as_rows(
+        ShardedTensor._init_from_local_shards_and_global_metadata(
+            [Shard(local, shards[ranks.rank])] if ranks.rank in shards else [],
+            ShardedTensorMetadata(list(shards.values()), size, TensorProperties(dtype=local.dtype)),
+            process_group=ranks.group,
+        )
     )
 
 

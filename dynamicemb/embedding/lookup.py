@@ -7,12 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from dynamicemb.embedding.freezing import without_tables
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, FeatureLayout
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.lookup import Lookup, without_tables
 from dynamicemb.table.staging import Staged
 from dynamicemb.table.steps import Step
 
@@ -111,6 +110,8 @@ class LookupFunction(torch.autograd.Function):
         # Nobody else has these.
         ctx.rows, ctx.table_ranges, ctx.offsets = lookup.rows, lookup.table_ranges, lookup.offsets
         ctx.layout = lookup.layout
+        # A load since then replaces the rows, of an evaluation's lookup too.
+        ctx.step = group.steps.current
         # Saved, not kept: autograd then refuses a backward after the caller has overwritten his ids or weights, or
         # after the graph has been freed.
         ids, weights = lookup.ids, lookup.per_sample_weights
@@ -137,16 +138,18 @@ class LookupFunction(torch.autograd.Function):
             with group.lock, phase("update"):
                 # Rows may have gone to other ids since forward: look again, and drop what moved.
                 if training is None:
-                    lookup = replace(lookup, rows=torch.where(group.find(ids, table_ranges) == rows, rows, -1))
+                    lookup = group.still_owned(lookup, ctx.step)
                 elif training.epoch != group.epoch or training.step.finished:
-                    lookup = replace(lookup, rows=group.rows_still_owned(ids, table_ranges, rows))
+                    present = group.still_owned(lookup, ctx.step)
+                    group.count_dropped(lookup, present)
+                    lookup = present
                 if ctx.needs_input_grad[1]:
                     weights_grad = _weights_grad(group, lookup, ctx.staged, grad)
                     if training is None:
                         _set_missing_weights_grad(weights_grad, replace(lookup, rows=rows), ctx.reading, grad)
                     weights_grad = weights_grad.to(ctx.weights_dtype)
                 if training is not None and ctx.needs_input_grad[0]:
-                    _update(group, training, lookup, grad)
+                    _update(group, training, lookup, grad, group.steps.replaced_since(ctx.step))
         except BaseException:
             # The exception may keep this graph alive.
             is_last = True
@@ -157,10 +160,15 @@ class LookupFunction(torch.autograd.Function):
         return None, weights_grad, None, None, None, None
 
 
-def _update(group: TableGroup, training: TrainingStep, lookup: Lookup, grad: torch.Tensor) -> None:
-    """Train the tables that were not frozen at forward and are not now, as autograd treats a parameter."""
+def _update(
+    group: TableGroup, training: TrainingStep, lookup: Lookup, grad: torch.Tensor, replaced: tuple[int, ...]
+) -> None:
+    """Train the tables that were not frozen at forward and are not now, as autograd treats a parameter.
+
+    An update in which no table takes part, be it frozen or ``replaced`` by a load, is not counted.
+    """
     owner = training.owner
-    frozen = {*training.frozen, *owner.frozen_tables()}
+    frozen = {*training.frozen, *owner.frozen_tables(), *replaced}
     if len(frozen) == len(group.names):
         return
     if frozen:

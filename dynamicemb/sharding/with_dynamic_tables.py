@@ -60,6 +60,8 @@ class WithDynamicTables(SendsBatches, RowsInStateDict):
         """Show the weights of dynamic tables, and their rows in the state_dict; the last thing a constructor does."""
         for kernel in self._dynamic_kernels():
             kernel.show_weights(getattr(self, self.PREFIX), self.PREFIX, self._was_trained)
+            # A dump of one of them must not take this rank for the only one once the process group is destroyed.
+            kernel.emb_module.num_sharding_ranks = self._env.world_size
         self._is_built = True
 
     def dynamic_table_names(self) -> list[str]:

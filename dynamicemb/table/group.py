@@ -18,7 +18,7 @@ from dynamicemb.table.index import DROPPED, EXPIRED, NOW, SEEN, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import DIGEST_ERASED, FeatureLayout
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.lookup import Lookup, without_tables
 from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
 from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.results import InsertEvents, OpenBatch
@@ -122,7 +122,7 @@ class TableGroup:
         self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.counter_reader)
         self.admission = admission
         self.admission_reader = self._read_counter()
-        self.steps = StepTracker(options.protect_steps)
+        self.steps = StepTracker(options.protect_steps, len(names))
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
         # A lookup is several kernels: held from the first to the last, so that no other thread sees an id whose row is
@@ -294,12 +294,23 @@ class TableGroup:
         """Do what ``plan_inserts`` does, for ids of one table."""
         return self.plan_inserts(ids, self._ranges_of(table, ids.numel()), [table])[0]
 
-    def rows_still_owned(self, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows i32 ``[N]`` of an earlier lookup with -1 where the id has lost its row since; counts those."""
-        gone = (rows >= 0) & (self.find(ids, table_ranges) != rows)
-        tables = torch.searchsorted(table_ranges, gone.nonzero().flatten(), right=True) - 1
+    def still_owned(self, lookup: Lookup, step: int) -> Lookup:
+        """Return an earlier lookup with row -1 where the id has lost its row since, or a load replaced the row.
+
+        Args:
+            lookup: N occurrences.
+            step: the last step that had begun at the time of the lookup.
+        """
+        found = self.find(lookup.ids, lookup.table_ranges)
+        present = replace(lookup, rows=torch.where(found == lookup.rows, lookup.rows, -1))
+        replaced = self.steps.replaced_since(step)
+        return without_tables(present, replaced) if replaced else present
+
+    def count_dropped(self, lookup: Lookup, present: Lookup) -> None:
+        """Count the occurrences of a lookup that have no row in ``present``, which ``still_owned`` returned for it."""
+        gone = (lookup.rows >= 0) & (present.rows < 0)
+        tables = torch.searchsorted(lookup.table_ranges, gone.nonzero().flatten(), right=True) - 1
         self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
-        return torch.where(gone, -1, rows)
 
     def update(self, spec: OptimizerSpec, lookup: Lookup, grad: torch.Tensor) -> None:
         """Apply one optimizer step to the rows of a lookup.

@@ -19,6 +19,8 @@ from dynamicemb.table.scores import MAX_IMPORTED_COUNT, SCORE_COMPOUND, SCORE_LF
 class RowImport(ImportStep):
     """Fills one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
 
+    Gradients of steps that began before are dropped, whether an id stays or not: its row may be another one.
+
     Where more ids come than a bucket holds, those with the highest scores stay, as ``Room`` says. A compound table
     compares frequencies, or what its score function returns. Ids that have expired by the time at which the import
     began are passed over, and those in the table make room.
@@ -52,6 +54,7 @@ class RowImport(ImportStep):
     def _empty(self) -> None:
         # What comes has no tags: no increment would find it.
         self._group.marks.pop(self._table, None)
+        self._group.steps.replace_rows(self._table)
         if not self._keep:
             clear(self._group, self._table)
 
@@ -203,8 +206,9 @@ class _Rows(NamedTuple):
 
 
 def clear(group: TableGroup, table: int) -> None:
-    """Remove all ids of a table."""
+    """Remove all ids of a table; gradients of steps so far are dropped, also of ids that return."""
     with group.lock:
+        group.steps.replace_rows(table)
         index, capacity = group.index, group.index.bucket_capacity
         begin, end = (int(bucket) * capacity for bucket in index.bucket_offsets[table : table + 2])
         index.counters[table, ERASED] += group.size(table)

@@ -4,26 +4,12 @@ from typing import TypeVar
 
 import torch
 
-from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.index import HITS, MISSES, Index
 from dynamicemb.table.room import Room
 from dynamicemb.table.steps import Step
 
 _Import = TypeVar("_Import", bound="ImportStep")
-
-
-def check_importable(group: TableGroup) -> None:
-    """Refuse to replace rows that a backward may still write.
-
-    Raises:
-        DynamicEmbError: a step is outstanding.
-    """
-    if group.steps.num_outstanding:
-        raise DynamicEmbError(
-            f"tables {group.names} have {group.steps.num_outstanding} forwards whose backward has not run; "
-            "run it, or drop their outputs and losses, before loading"
-        )
 
 
 class ImportStep:
@@ -62,7 +48,6 @@ class ImportStep:
         group = self._group
         group.lock.acquire()
         try:
-            check_importable(group)
             self._empty()
             # Erased slots of a group without any step would pass for protected.
             self._step = group.begin_step(training=False)

@@ -1,6 +1,7 @@
 """Which steps are outstanding, so that their ids are neither evicted nor moved."""
 
 import threading
+from typing import Any
 
 # A step number is a 32-bit tag in the index; long before it overflows, tags are rebased.
 REBASE_AT = 2**30
@@ -34,13 +35,16 @@ class StepTracker:
     Numbers count all steps since the table was made. The index stores smaller ones once they were rebased.
     """
 
-    def __init__(self, protect_steps: int = 0):
+    def __init__(self, protect_steps: int = 0, num_tables: int = 1):
         """Make a tracker.
 
         Args:
             protect_steps: how many finished steps before the current one stay protected.
+            num_tables: how many tables the steps look ids up in.
         """
         self._protect_steps = protect_steps
+        # Per table, the last step whose rows are gone.
+        self._replaced = [0] * num_tables
         self._outstanding: set[int] = set()
         self._lock = threading.Lock()
         self._base = 0
@@ -57,14 +61,38 @@ class StepTracker:
         """Return the number of the oldest step whose ids are protected."""
         return max(1, min([*self._outstanding, self.current]) - self._protect_steps)
 
-    def __getstate__(self) -> dict[str, int]:
-        # A copy has no outstanding steps: no graph will ever call back into it.
-        return {"protect_steps": self._protect_steps, "base": self._base, "current": self.current}
+    def replace_rows(self, table: int) -> None:
+        """Say that the rows of all steps so far are gone from a table, also where an id has a row again.
 
-    def __setstate__(self, state: dict[str, int]) -> None:
+        A step whose rows are gone from all tables is over: nothing of it can come any more.
+        """
+        with self._lock:
+            self._replaced[table] = self.current
+            # Of a copy: the garbage collector may end steps meanwhile.
+            self._outstanding.difference_update(n for n in self.outstanding() if n <= min(self._replaced))
+
+    def replaced_since(self, number: int) -> tuple[int, ...]:
+        """Return the tables from which the rows of a step are gone."""
+        return tuple(t for t, last in enumerate(self._replaced) if number <= last)
+
+    def num_awaited(self, table: int) -> int:
+        """Return how many outstanding steps may still change rows of a table."""
+        return sum(number > self._replaced[table] for number in self.outstanding())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no outstanding steps: no graph will ever call back into it.
+        return {
+            "protect_steps": self._protect_steps,
+            "base": self._base,
+            "current": self.current,
+            "replaced": self._replaced.copy(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
         StepTracker.__init__(self, state["protect_steps"])
         self._base = state["base"]
         self.current = state["current"]
+        self._replaced = state["replaced"]
 
     @property
     def num_outstanding(self) -> int:
