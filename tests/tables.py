@@ -3,10 +3,11 @@
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 
-from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.backends import Kernels, kernels_for
 from dynamicemb.table.group import GroupOptions, TableGroup
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat
@@ -29,22 +30,22 @@ def use_backend(group: TableGroup, backend: str) -> None:
     kernels = vars(kernels_of(backend)).copy()
     kernels["open_batch"] = functools.partial(kernels["open_batch"], deterministic=True)
     kernels["find_or_insert"] = find_or_insert_in_order
-    group.kernels = SimpleNamespace(**kernels)
+    group.kernels = cast(Kernels, SimpleNamespace(**kernels))
 
 
-def kernels_of(backend: str) -> SimpleNamespace:
+def kernels_of(backend: str) -> Kernels:
     """Return a backend's kernels as a group of tables gets them; `interpret` has those of a GPU."""
     return kernels_for(torch.device("cpu" if backend == "cpu" else "cuda"))
 
 
-def find_or_insert_in_order(index, store, newcomers, ids, *args, scratch=None):
+def find_or_insert_in_order(index, store, newcomers, ids, table_ranges, frequencies, scratch=None):
     """Do what Triton's ``find_or_insert`` does, in batch order."""
     from dynamicemb.table import triton
     from dynamicemb.table.triton.missing import Missing
 
     if scratch is None:
         scratch = Missing.allocate(index, ids.numel(), ordered=True).filled()
-    return triton.find_or_insert(index, store, newcomers, ids, *args, scratch=scratch)
+    return triton.find_or_insert(index, store, newcomers, ids, table_ranges, frequencies, scratch)
 
 
 def make_group(

@@ -241,8 +241,7 @@ class TableGroup:
         """
         newcomers = self._newcomers if admit_all else self._candidates
         args = (self.index, self.store, newcomers, ids, table_ranges, frequencies)
-        options = {} if scratch is None else {"scratch": scratch}
-        rows, events = self.kernels.find_or_insert(*args, **options)
+        rows, events = self.kernels.find_or_insert(*args, scratch)
         if self.growth is not None and self.growth.growable(self.capacities):
             self.growth.inserted(ids.numel())
         return rows, events

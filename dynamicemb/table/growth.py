@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.backends import Kernels
 from dynamicemb.table.crowding import roomy_factor, safe_load
 from dynamicemb.table.index import EVICTED, FAILED, Index
 from dynamicemb.table.memory import is_out_of_memory
@@ -164,7 +164,7 @@ def make_room(
     growth: Growth,
     index: Index,
     store: RowStore,
-    kernels: SimpleNamespace,
+    kernels: Kernels,
     capacities: list[int],
     steps: StepTracker,
     num_ids: int,
@@ -204,7 +204,7 @@ def make_room(
 
 
 def grow_by(
-    growth: Growth, index: Index, store: RowStore, kernels: SimpleNamespace, table: int, capacity: int, factor: int
+    growth: Growth, index: Index, store: RowStore, kernels: Kernels, table: int, capacity: int, factor: int
 ) -> int:
     """Grow a table by ``factor``, or where memory does not suffice by less and for the last time.
 

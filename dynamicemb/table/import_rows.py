@@ -160,12 +160,8 @@ class RowImport(ImportStep):
 
     def _insert(self, ids: torch.Tensor) -> None:
         group = self._group
-        if hasattr(group.kernels, "insert"):
-            # The rows are about to be written, so nobody needs their first values.
-            rows = torch.full((ids.numel(),), -1, dtype=torch.int32, device=group.device)
-            group.kernels.insert(group.index, ids, group._ranges_of(self._table, ids.numel()), rows)
-        else:
-            rows, _ = group.find_or_insert(ids, group._ranges_of(self._table, ids.numel()))
+        # The rows are about to be written, so nobody needs their first values.
+        rows = group.kernels.place(group.index, ids, group._ranges_of(self._table, ids.numel()))
         assert bool((rows >= 0).all()), "an import made room and did not find it"
 
     def _write(self, slots: torch.Tensor, rows: "_Rows") -> None:

@@ -5,12 +5,11 @@ entries move, rows stay with their ids, and so do the row numbers that a step in
 new ones go to the empty slots. Erased slots become empty, but for those that a step still protects.
 """
 
-from types import SimpleNamespace
-
 import torch
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.host_memory import require_host_memory
+from dynamicemb.table.backends import Kernels
 from dynamicemb.table.index import OLDEST, Index
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.memory import allocate
@@ -22,7 +21,7 @@ GROWTH_BYTES_PER_SLOT = 20
 _COLUMNS = ("keys", "digests", "scores", "stamps", "rows", "tags")
 
 
-def grow(index: Index, store: RowStore, kernels: SimpleNamespace, table: int, factor: int) -> None:
+def grow(index: Index, store: RowStore, kernels: Kernels, table: int, factor: int) -> None:
     """Multiply the buckets of a table.
 
     Args:
@@ -60,7 +59,7 @@ def grow(index: Index, store: RowStore, kernels: SimpleNamespace, table: int, fa
     index.entries_moved()
 
 
-def rebuild(index: Index, kernels: SimpleNamespace, table: int) -> None:
+def rebuild(index: Index, kernels: Kernels, table: int) -> None:
     """Place every id of a table anew, so that erased slots become empty.
 
     Every bucket keeps its rows. Takes a copy of the table's part of the index.
@@ -96,7 +95,7 @@ def _kept(index: Index, begin: int, end: int) -> torch.Tensor:
 
 def _move(
     index: Index,
-    kernels: SimpleNamespace,
+    kernels: Kernels,
     slots: tuple[int, int],
     kept: torch.Tensor,
     new: dict[str, torch.Tensor],

@@ -8,8 +8,8 @@ from dynamicemb.table.cpu.find_and_gather import find_and_gather
 from dynamicemb.table.cpu.find_or_insert import find_or_insert
 from dynamicemb.table.cpu.gather import gather
 from dynamicemb.table.cpu.initialize import initialize
-from dynamicemb.table.cpu.insert import insert
 from dynamicemb.table.cpu.open_batch import open_batch
+from dynamicemb.table.cpu.place import place
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
 from dynamicemb.table.cpu.relocate import relocate
 from dynamicemb.table.cpu.scan import scan
@@ -25,9 +25,9 @@ __all__ = [
     "find_or_insert",
     "gather",
     "initialize",
-    "insert",
     "observe_time",
     "open_batch",
+    "place",
     "pool",
     "pool_weights_grad",
     "read_rows",

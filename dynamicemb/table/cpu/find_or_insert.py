@@ -1,6 +1,7 @@
 """A training lookup: find and touch, insert what is missing, fill the new rows."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ def find_or_insert(
     ids: torch.Tensor,
     table_ranges: torch.Tensor,
     frequencies: torch.Tensor | None,
+    scratch: Any = None,
 ) -> tuple[torch.Tensor, Inserted]:
     """Return the row of every id, placing and initialising those that are missing.
 
@@ -45,6 +47,7 @@ def find_or_insert(
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         frequencies: i64 ``[N]``, how often each occurrence counts; None is once.
+        scratch: not needed here.
 
     Returns:
         ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids, and where the id was not

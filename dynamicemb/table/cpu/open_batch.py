@@ -9,7 +9,12 @@ from dynamicemb.table.results import OpenBatch
 
 
 def open_batch(
-    index: Index, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int, lag: int | None = None
+    index: Index,
+    offsets: torch.Tensor,
+    layout: FeatureLayout,
+    num_ids: int,
+    lag: int | None = None,
+    deterministic: bool | None = None,
 ) -> OpenBatch:
     """Begin a lookup, for training with the step that it is. On the CPU offsets are checked before, and legal.
 
@@ -19,6 +24,7 @@ def open_batch(
         layout: tables of the features.
         num_ids: N.
         lag: of ``advance``; None for evaluation.
+        deterministic: not needed here: ids are always placed in batch order.
 
     Returns:
         The offsets and ``table_ranges`` i64 ``[T+1]``; nothing needs scratch memory.

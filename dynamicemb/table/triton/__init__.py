@@ -9,6 +9,7 @@ from dynamicemb.table.triton.find_or_insert import find_or_insert
 from dynamicemb.table.triton.gather import gather
 from dynamicemb.table.triton.initialize import initialize
 from dynamicemb.table.triton.open_batch import open_batch
+from dynamicemb.table.triton.place import place
 from dynamicemb.table.triton.pool import pool, pool_weights_grad
 from dynamicemb.table.triton.relocate import relocate
 from dynamicemb.table.triton.scan import scan
@@ -26,6 +27,7 @@ __all__ = [
     "initialize",
     "observe_time",
     "open_batch",
+    "place",
     "pool",
     "pool_weights_grad",
     "read_rows",

@@ -200,6 +200,17 @@ class Missing:
         self.scratch[self.num_zeros : self.num_filled] = -1
         return self
 
+    def note_all(self, table_ranges: torch.Tensor) -> None:
+        """Note all N occurrences as missing.
+
+        Args:
+            table_ranges: i64 ``[T+1]``.
+        """
+        positions = torch.arange(self.num_ids, device=self.scratch.device)
+        tables = torch.searchsorted(table_ranges, positions, right=True) - 1
+        torch.add(tables << 32, positions, out=self.tensor("victim_ids", self.num_ids))
+        self.tensor("counts", _NUM_COUNTS)[MISSING_COUNT] = self.num_ids - 1
+
     @property
     def num_zeros(self) -> int:
         """Words that start at 0: the amounts."""
