@@ -30,7 +30,7 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
     __doc__ = _Module.__doc__
 
     # Over how many ranks a sharded collection spreads these tables; a module that stands alone knows of itself only.
-    num_sharding_ranks = 1
+    num_owning_ranks = 1
 
     @property
     def dynamic_tables(self) -> _Path:
@@ -48,12 +48,12 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
     def _ranks(self, pg: Any) -> Ranks:
         ranks = Ranks(pg)
         if ranks.group is None:
-            check_reachable(self.num_sharding_ranks)
+            check_reachable(self.num_owning_ranks)
         return ranks
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands alone.
-        return super().__getstate__() | {"num_sharding_ranks": 1}
+        return super().__getstate__() | {"num_owning_ranks": 1}
 
     def dump(
         self,

@@ -61,7 +61,7 @@ class WithDynamicTables(SendsBatches, RowsInStateDict):
         for kernel in self._dynamic_kernels():
             kernel.show_weights(getattr(self, self.PREFIX), self.PREFIX, self._was_trained)
             # A dump of one of them must not take this rank for the only one once the process group is destroyed.
-            kernel.emb_module.num_sharding_ranks = self._env.world_size
+            kernel.emb_module.num_owning_ranks = self._env.world_size
         self._is_built = True
 
     def dynamic_table_names(self) -> list[str]:
