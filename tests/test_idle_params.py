@@ -30,16 +30,16 @@ from dynamicemb.sharding.check_params import (
     ACTING_PARAMS,
     arguments_of_module,
     check_fused_params,
-    check_names,
     drop_own_params,
     idle_params,
+    unknown_params,
 )
 from dynamicemb.sharding.torchrec_compat import TORCHREC_ONLY_PARAMS
 from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.sharded_collection import Built, constraint, shard
 
 PLAN: dict[str, Any] = {"t": DynamicEmbParameterSharding(sharding_type="row_wise", ranks=[0])}
-OUR_ARGUMENTS = set(inspect.signature(BatchedDynamicEmbeddingTablesV2.__init__).parameters) - {"self"}
+OUR_ARGUMENTS = set(inspect.signature(BatchedDynamicEmbeddingTablesV2.__init__).parameters) - {"self", "unknown"}
 FBGEMM_ARGUMENTS = set(inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters) - {"self"}
 ADAM = {"optimizer": EmbOptimType.ADAM}
 
@@ -66,12 +66,25 @@ def test_c27_a_fused_param_without_an_effect_warns(name: str) -> None:
             check_fused_params({name: nothing}, PLAN, {}, None)
 
 
-@pytest.mark.parametrize(
-    "name", [*sorted(_BY_MODEL), "embedding_specs", "lr", "momentun", "amsgrad", "dynamicemb_options"]
-)
-def test_c27_a_fused_param_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"fused_params has '{name}'"):
-        check_names([name])
+@pytest.mark.parametrize("name", [*sorted(_BY_MODEL), "embedding_specs"])
+def test_c27_a_fused_param_that_the_model_decides_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"fused_params has '{name}', which the embedding configs and the plan decide"):
+        check_fused_params({name: 1}, PLAN, {}, None)
+
+
+@pytest.mark.parametrize("name", ["lr", "momentun", "amsgrad", "dynamicemb_options"])
+def test_c27_a_fused_param_that_is_none_warns_unless_a_static_table_would_raise(name: str) -> None:
+    assert unknown_params([name, "eps"]) == [name]
+    with pytest.warns(UserWarning, match=f"^{name}=1 has no effect: fused_params has no such argument; ") as recorded:
+        check_fused_params({name: 1}, PLAN, {}, None)
+    assert len(recorded) == 1
+    assert arguments_of_module({name: 1, "eps": 0.5}) == {"eps": 0.5}
+    static = DynamicEmbParameterSharding.__mro__[1](sharding_type="row_wise", compute_kernel="fused")
+    with pytest.raises(TypeError, match=rf"fused_params has '{name}', which neither .* such as \['s'\]; "):
+        check_fused_params({name: 1}, PLAN | {"s": static}, {}, torch.device("cuda"))
+    dense = DynamicEmbParameterSharding.__mro__[1](sharding_type="data_parallel", compute_kernel="dense")
+    with pytest.warns(UserWarning, match=f"^{name}=1 has no effect"):
+        check_fused_params({name: 1}, PLAN | {"s": dense}, {}, torch.device("cuda"))
 
 
 def test_c27_an_idle_fused_param_names_the_static_tables_on_which_it_acts() -> None:
@@ -143,12 +156,13 @@ def build(fused_params: dict[str, Any], prepare: Callable[[Any], None] | None = 
     return shard(configs, constraints, {"seed": 7, **fused_params}, prepare)
 
 
-def params_on_rank(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
-    results: dict[str, tuple[Any, Any]] = {}
+def params_on_rank(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
+    results: dict[str, tuple[Any, ...]] = {}
     for name, (beside, value, shown, *_) in ACTING.items():
         results[name] = (shown(build(beside)), shown(build(beside | {name: value})))
     for name, value in IDLE_IN_ANY_OPTIMIZER.items():
         results[name] = (build({}).warnings, build({name: value}).warnings)
+    results["lr"] = (trained(build({})), trained(build({"lr": 0.5})), build({"lr": 0.5}).warnings)
     # Ours beside static tables, which FBGEMM would not know.
     ours = {"seed": 1, "initial_accumulator_value": 0.5, "use_index_dedup": True, "eps": 0.1}
     beside = build({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **ours}, static=True)
@@ -160,6 +174,11 @@ def params_on_rank(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
 @pytest.mark.distributed
 def test_c27_every_fused_param_acts_or_warns(ranks: RankPool) -> None:  # noqa: F811
     (results,) = ranks.run(1, params_on_rank)
+    without, with_lr, unknown = results.pop("lr")
+    # The reference implementation does not read this name either.
+    assert with_lr == without and unknown == [
+        "lr=0.5 has no effect: fused_params has no such argument; use learning_rate"
+    ]
     beside, trains = results.pop("beside")
     assert trains and len(beside) == 2
     assert beside[0].startswith(
