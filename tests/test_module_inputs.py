@@ -129,7 +129,7 @@ def test_c04_frequencies_and_weights_need_a_module_that_reads_them() -> None:
     before = snapshot(module)
     with pytest.raises(ValueError, match="per_sample_weights of integers are taken for frequency_counters, which are"):
         module(IDS, OFFSETS, IDS, frequency_counters=IDS)
-    with pytest.raises(ValueError, match="per_sample_weights that count must be in 1.*, got 0..2"):
+    with pytest.raises(ValueError, match="per_sample_weights of integers, which count, must be in 1.*, got 0..2"):
         module(IDS, OFFSETS, IDS - 1)
     assert_unchanged(module, before)
     module = make_module(pooling_mode=NONE)

@@ -62,10 +62,11 @@ SIGNATURES = {
     V2 + "__init__": (
         "self, table_options, table_names=None, feature_table_map=None, use_index_dedup=False, "
         "prefetch_pipeline=False, pooling_mode=<DynamicEmbPoolingMode.SUM: 0>, output_dtype=torch.float32, "
-        "device=None, enforce_hbm=False, bounds_check_mode=?, optimizer=?, stochastic_rounding=True, gradient_clipping=False, "
+        "device=None, enforce_hbm=False, bounds_check_mode=?, optimizer=?, stochastic_rounding=True, "
+        "gradient_clipping=False, "
         "max_gradient=1.0, max_norm=0.0, learning_rate=0.01, eps=1e-08, initial_accumulator_value=0.0, momentum=0.9, "
-        "weight_decay=0.0, weight_decay_mode=?, eta=0.001, beta1=0.9, beta2=0.999, counter_based_regularization=None, "
-        "cowclip_regularization=None"
+        "weight_decay=0.0, weight_decay_mode=?, eta=0.001, beta1=0.9, beta2=0.999, "
+        "counter_based_regularization=None, cowclip_regularization=None"
     ),
     V2 + "forward": (
         "self, indices, offsets, per_sample_weights=None, feature_requires_grad=None, "

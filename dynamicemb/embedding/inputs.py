@@ -108,7 +108,8 @@ def check_batch(
                     "per_sample_weights of integers are taken for frequency_counters, which are given too; give one of "
                     "them, or floating weights"
                 )
-            name, frequency_counters, per_sample_weights = "per_sample_weights", per_sample_weights, None
+            name = "per_sample_weights of integers, which count,"
+            frequency_counters, per_sample_weights = per_sample_weights, None
     if frequency_counters is not None:
         frequency_counters = _check_frequencies(frequency_counters, ids.numel(), device)
         if as_weights and not counts_occurrences:
@@ -243,6 +244,5 @@ def _check_frequency_values(frequencies: torch.Tensor, name: str) -> None:
     lowest, highest = int(frequencies.min()), int(frequencies.max())
     if lowest < 1 or highest > _MAX_FREQUENCY:
         raise ValueError(
-            f"{name} that count must be in 1..{_MAX_FREQUENCY}, got {lowest}..{highest}; "
-            "leave ids out that do not count"
+            f"{name} must be in 1..{_MAX_FREQUENCY}, got {lowest}..{highest}; leave ids out that do not count"
         )

@@ -306,8 +306,9 @@ class BatchedDynamicEmbeddingTablesV2(ReferenceCalls, TableContents, nn.Module):
     ) -> tuple[Batch, FeatureLayout]:
         self.insert_checks.refuse_capture()
         wait = wait or self.insert_checks.raises_here
-        inputs = (per_sample_weights, frequency_counters, wait, self._group.counts_occurrences)
-        batch = check_batch(indices, offsets, self.feature_num, self._group.device, *inputs)
+        group = self._group
+        inputs = (indices, offsets, self.feature_num, group.device, per_sample_weights, frequency_counters)
+        batch = check_batch(*inputs, wait=wait, counts_occurrences=group.counts_occurrences)
         if batch.has_counts_as_weights:
             self._say_what_counts()
         layout = self._layout
