@@ -20,7 +20,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.types import DataType
 
+from dynamicemb.admission import KVCounter
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
+from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerArgs, OptimizerSpec
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.sharding.check_params import (
@@ -287,6 +290,60 @@ def test_c27_arguments_of_a_tables_own_optimizer_act_warn_or_are_refused(ranks: 
         assert got == expected
         assert len(given) == bool(idle), (name, given)
         assert not idle or any(f"ignores {part};" in given[0] for part in idle), given
+
+
+# Options that a sharded table hands on to its module
+
+
+def options_on_rank(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, options in OPTIONS_OF_TABLES.items():
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            constraints = {"t": constraint(**options), "u": constraint(**options)}
+        try:
+            built = shard([config(), config("u")], constraints, ADAM)
+            for _ in range(2):
+                trained(built)
+            modules = len(built.modules)
+            sizes = sum(int(of["size"]) for module in built.modules for of in module.stats().values())
+            counters = [module.tables.admission for module in built.modules]
+            result = (modules, sizes, set(counters), built.warnings)
+        except UnsupportedOptionError as error:
+            result = (0, 0, set(), [str(error)])
+        results[name] = (len(given), result)
+    return results
+
+
+# Two tables of one bucket of 128 slots, with the state of Adam.
+ALL_ROWS = 2 * 128 * 8 * 3 * 4
+OPTIONS_OF_TABLES: dict[str, dict[str, Any]] = {
+    "cache": {"caching": True, "global_hbm_for_values": ALL_ROWS // 2},
+    "storage": {"external_storage": dict, "global_hbm_for_values": ALL_ROWS // 2},
+    "storage of too many": {"external_storage": dict, "global_hbm_for_values": ALL_ROWS // 2 - 1},
+    "counter": {"admission_counter": KVCounter(64)},
+    "limit": {"score_strategy": DynamicEmbScoreStrategy.NO_EVICTION, "max_capacity": 99},
+}
+
+
+@pytest.mark.distributed
+def test_c27_options_of_sharded_tables_that_do_nothing_warn_once(ranks: RankPool) -> None:  # noqa: F811
+    (results,) = ranks.run(1, options_on_rank)
+    for name, field in (("cache", "caching=True"), ("storage", "external_storage=<class 'dict'>")):
+        given, (modules, size, _, warned) = results.pop(name)
+        assert (given, modules, size) == (0, 1, 2)
+        found = [message for message in warned if field in message]
+        assert len(found) == 2 and all(f"the {ALL_ROWS} bytes of all rows of the module fit" in m for m in found), found
+    _, (modules, _, _, (error,)) = results.pop("storage of too many")
+    assert modules == 0 and f"the {ALL_ROWS} bytes of all rows" in error and f"its {ALL_ROWS - 2} bytes" in error
+    # Whoever made the options has heard of the counter.
+    assert results.pop("counter") == (2, (1, 2, {None}, []))
+    given, (modules, size, _, warned) = results.pop("limit")
+    assert (given, modules, size) == (2, 1, 2)
+    assert [message.partition(" has no")[0] for message in warned] == [
+        f"max_capacity=99 of dynamic table {table!r}" for table in "tu"
+    ]
+    assert not results
 
 
 # The optimizer of a module

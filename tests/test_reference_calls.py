@@ -13,6 +13,7 @@ from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import DynamicEmbError
+from dynamicemb.table.index import SEEN
 from tests.conftest import reason_to_skip
 from tests.lookups import (
     MEAN,
@@ -306,6 +307,15 @@ def test_c06_filling_says_so_when_erased_ids_still_hold_their_places() -> None:
     output.sum().backward()
     assert said(module.fill_tables) == []
     assert sizes(module) == {"a": (60, 0, 0)}
+
+
+def test_filling_gives_places_of_expired_ids_to_new_ones() -> None:
+    module = make_module([options(capacity=64, bucket_capacity=64, ttl=60.0)])
+    module(*bag_per_id(range(50))).sum().backward()
+    module.tables.index.clock[SEEN] += 10**12
+    module.fill_tables(0.5)
+    assert (int(module.stats()["a"]["size"]), int(module.stats()["a"]["expired"])) == (32, 50)
+    assert not module.contains("a", torch.arange(50)).any()
 
 
 def test_c10_filled_ids_have_the_scores_of_an_import() -> None:

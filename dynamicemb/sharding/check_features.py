@@ -154,7 +154,10 @@ def _checked_weights(kjt: KeyedJaggedTensor, wanted: Wanted) -> torch.Tensor | N
     if weights is None:
         return None
     if not weights.dtype.is_floating_point:
-        raise TypeError(f"features: weights must be floating pooling weights, got {weights.dtype}; use .float()")
+        raise TypeError(
+            f"features: weights must be floating pooling weights, got {weights.dtype}, which nobody takes for counts "
+            "either; use .float()"
+        )
     _check_part("weights", weights, (weights.dtype,), wanted.device)
     if weights.numel() != kjt.values().numel():
         raise ValueError(f"features: {weights.numel()} weights for {kjt.values().numel()} ids; give one per id")

@@ -92,13 +92,25 @@ class SendsBatches:
         # Before any group of tables is looked up, and on all ranks.
         for module in self.dynamic_embedding_modules:
             module.check_ready()
-        if not self._has_said_weights_are_idle and not self._wanted.weighted and _has_weights(features):
-            self._has_said_weights_are_idle = True
+        if not self._has_said_weights_are_idle and not self._wanted.weighted:
+            self._say_weights_are_idle(features)
+        return batch
+
+    def _say_weights_are_idle(self, features: Any) -> None:
+        weights = features.weights_or_none() if isinstance(features, KeyedJaggedTensor) else None
+        if weights is None:
+            return
+        self._has_said_weights_are_idle = True
+        if weights.is_floating_point():
             warn(
                 "features: the batch has weights, but the collection is not weighted and ignores them; make it with "
                 "is_weighted=True, or leave weights out"
             )
-        return batch
+        else:
+            warn(
+                "features: the batch has integer weights, but the collection is not weighted and reads no counts: each "
+                "occurrence of an id counts once; leave weights out, or repeat ids"
+            )
 
     @property
     def dynamic_embedding_modules(self) -> list[Any]:
@@ -201,7 +213,3 @@ def _forward(inner: Callable[[KeyedJaggedTensor], Any], sending: Sending, featur
             features = empty_batch(features.keys(), features.weights_or_none(), features.values().device)
     sending.started += 1
     return inner(features)
-
-
-def _has_weights(features: Any) -> bool:
-    return isinstance(features, KeyedJaggedTensor) and features.weights_or_none() is not None
