@@ -1,7 +1,6 @@
 """Batches as users send them: malformed, of other dtypes, with other keys; what raises, raises on all ranks."""
 
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -251,39 +250,6 @@ def ignore_idle_weights(rank: int, world_size: int) -> None:
 
 def test_c27_weights_that_nobody_reads_are_named_once(ranks: RankPool) -> None:  # noqa: F811
     ranks.run(1, ignore_idle_weights)
-
-
-def ignore_counts(rank: int, world_size: int) -> None:
-    """Give integer weights, which the tables of one rank would take for counts, to sharded ones."""
-    import warnings
-
-    counting = Table("a", ("f0", "f1"), score="LFU", admit=2)
-    for pooled, dedup, tables in itertools.product((True, False), (True, False), ((counting,), (counting, STATIC))):
-        case = Case(tables, pooled=pooled, dedup=dedup and not pooled)
-        model = build(case, world_size)
-        keys = case.features
-        ids = torch.tensor([5, 5, 6]).repeat(len(keys))
-        lengths = torch.tensor([2, 1] * len(keys))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                batch = kjt(keys=keys, values=ids, lengths=lengths, weights=torch.full((ids.numel(),), 7))
-                outputs = outputs_of(case, model(batch))
-                assert all(bool(value.isfinite().all()) for value in outputs.values())
-        said = [one for one in caught if "integer weights, but the collection is not weighted and reads no" in str(one)]
-        assert len(said) == 1, [str(one.message) for one in caught]
-        scores: dict[int, int] = {}
-        for module in dynamic_modules(model):
-            found, values = module.export_scores("a", "cpu")
-            scores |= dict(zip(found.tolist(), values.tolist(), strict=True))
-        expected = {5: 2 * world_size * 4, 6: 2 * world_size * 2}
-        assert scores == {key: expected[key] for key in scores}
-        assert world_size > 1 or scores == expected
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_c27_integer_weights_count_nothing_in_a_sharded_collection(ranks: RankPool, world_size: int) -> None:  # noqa: F811
-    ranks.run(world_size, ignore_counts)
 
 
 def drop_outputs(rank: int, world_size: int, device: str) -> None:

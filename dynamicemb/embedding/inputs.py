@@ -8,9 +8,9 @@ import torch
 _ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
 _OFFSET_DTYPES = (torch.int64, torch.int32)
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_COUNT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+COUNT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # A frequency is a count of one batch; the bound keeps sums of scores far from the end of int64.
-_MAX_FREQUENCY = 2**31 - 1
+MAX_FREQUENCY = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _check_offset_values(offsets: torch.Tensor, num_ids: int) -> None:
 def _check_weights(weights: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"per_sample_weights must be a tensor, got {type(weights).__name__}")
-    if weights.dtype not in _WEIGHT_DTYPES + _COUNT_DTYPES:
+    if weights.dtype not in _WEIGHT_DTYPES + COUNT_DTYPES:
         raise TypeError(
             f"per_sample_weights must be floating pooling weights, got {weights.dtype}; "
             "integer counts of how often an id occurred go into frequency_counters"
@@ -229,7 +229,7 @@ def _check_weights(weights: torch.Tensor, num_ids: int, device: torch.device) ->
 def _check_frequencies(frequencies: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:
     if not isinstance(frequencies, torch.Tensor):
         raise TypeError(f"frequency_counters must be a tensor, got {type(frequencies).__name__}")
-    if frequencies.dtype not in _COUNT_DTYPES:
+    if frequencies.dtype not in COUNT_DTYPES:
         raise TypeError(
             f"frequency_counters must be int64 or int32, got {frequencies.dtype}; "
             "floating pooling weights go into per_sample_weights"
@@ -242,7 +242,7 @@ def _check_frequency_values(frequencies: torch.Tensor, name: str) -> None:
     if not frequencies.numel():
         return
     lowest, highest = int(frequencies.min()), int(frequencies.max())
-    if lowest < 1 or highest > _MAX_FREQUENCY:
+    if lowest < 1 or highest > MAX_FREQUENCY:
         raise ValueError(
-            f"{name} must be in 1..{_MAX_FREQUENCY}, got {lowest}..{highest}; leave ids out that do not count"
+            f"{name} must be in 1..{MAX_FREQUENCY}, got {lowest}..{highest}; leave ids out that do not count"
         )
