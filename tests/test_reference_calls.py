@@ -288,13 +288,15 @@ def test_filling_tops_up_and_evicts_nobody() -> None:
 
 
 def test_filling_skips_ids_that_are_there_and_those_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = make_module([options(capacity=64, bucket_capacity=64)])
+    module = make_module([options(capacity=64, bucket_capacity=64, score_strategy=Score.LFU)])
     draw = torch.randint
     monkeypatch.setattr(torch, "randint", lambda low, high, *args, **more: draw(0, 70, *args, **more))
     module.insert("a", torch.arange(10), torch.ones(10, 4))
     module.fill_tables()
     assert sizes(module) == {"a": (60, 0, 0)}
     assert module.stats()["a"]["inserted"] == 60
+    # Nobody is touched twice.
+    assert set(module.export_scores("a", "cpu")[1].tolist()) == {1}
 
 
 def test_c06_filling_says_so_when_erased_ids_still_hold_their_places() -> None:
