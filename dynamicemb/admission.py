@@ -144,7 +144,7 @@ def check_admission(strategy: Any, counter: Any) -> None:
 
     Raises:
         TypeError: one of them is of a wrong type.
-        ValueError: one of them would have no effect without, or beside, the other.
+        ValueError: the strategy lacks its counter, or has one that it does not read.
     """
     if strategy is not None and not isinstance(strategy, AdmissionStrategy):
         raise TypeError(
@@ -161,8 +161,6 @@ def check_admission(strategy: Any, counter: Any) -> None:
             f"admission_counter must be a KVCounter or a Counter, got {counter!r}; "
             "use for example KVCounter(capacity=...)"
         )
-    if strategy is None and counter is not None:
-        raise ValueError("admission_counter has no effect without an admit_strategy; give one, or leave it None")
     if type(strategy) is FrequencyAdmissionStrategy and counter is None:
         raise ValueError(
             "FrequencyAdmissionStrategy needs an admission_counter that remembers ids over steps; "

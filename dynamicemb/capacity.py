@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dynamicemb.aliases import also_named
 from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
 from dynamicemb.types import BUCKET_ALIGNMENT, DEMB_TABLE_ALIGN_SIZE, MAX_BUCKET_CAPACITY, Planned
 from dynamicemb.warn import warn
@@ -83,6 +84,7 @@ def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
     return data_type.value
 
 
+@also_named(dtype="torch_dtype")
 def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
     """Return the element type of a torch dtype.
 
@@ -238,15 +240,19 @@ def get_table_value_bytes(
     Adagrad takes 16 bytes. ``get_table_row_bytes`` is what the rows take here; it is larger for fp16 and bf16 tables
     with Adam or Adagrad (fp32 state), and where a row is not a multiple of 16 bytes (padding).
     """
-    dim = embedding_config.embedding_dim
     dtype = data_type_to_dtype(embedding_config.data_type)
+    row = nominal_row_bytes(dtype, embedding_config.embedding_dim, optimizer_type)
+    return row * get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
+
+
+def nominal_row_bytes(dtype: torch.dtype, dim: int, optimizer_type: Any) -> int:
+    """Return the bytes of a row by the measure of ``get_table_value_bytes``."""
     if optimizer_kind(optimizer_type) is OptimizerKind.ROWWISE_ADAGRAD:
         # The reference implementation reserves 16 bytes a row for the single value.
         num_state = 16 // dtype.itemsize
     else:
         num_state = get_optimizer_state_dim(optimizer_type, dim, dtype)
-    capacity = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity)
-    return dtype.itemsize * (dim + num_state) * capacity * world_size
+    return dtype.itemsize * (dim + num_state)
 
 
 def get_table_row_bytes(

@@ -202,8 +202,8 @@ class DynamicEmbTableOptions:
         dim: embedding dim D, 1..2048; the planner sets it.
         max_capacity: rows on this rank at most, rounded up to whole buckets; the planner sets it from
             ``num_embeddings``. A bucket may be full before the table is, see ``bucket_capacity``. NO_EVICTION has no
-            such limit and takes None only; there the planner counts what ``num_embeddings`` ids take at
-            ``max_load_factor``.
+            such limit: a number warns, and is ``init_capacity`` where that is None. There the planner counts what
+            ``num_embeddings`` ids take at ``max_load_factor``.
         evict_strategy: follows from ``score_strategy``; another value than the default or the implied one warns.
         local_hbm_for_values: bytes of GPU memory for rows on this rank.
         device_id: CUDA device of the table.
@@ -212,7 +212,9 @@ class DynamicEmbTableOptions:
             config of a sharded table: to its ``init_fn``, else to ``weight_init_min`` and ``weight_init_max``, else
             +-sqrt(1 / num_embeddings). Anything else overrules the config. Without a config the bounds are 0 and 1.
         eval_initializer_args: what a missing id reads in evaluation; CONSTANT.
-        caching: use GPU memory as a cache of host rows (planned).
+        caching: use GPU memory as a cache of host rows (planned). Where the rows of all tables of the module fit
+            their ``local_hbm_for_values`` together, and on the CPU, there is nothing to cache: True warns. Elsewhere it
+            is refused.
         init_capacity: rows on this rank at the start, which the planner does not divide; None: ``max_capacity``, or for
             NO_EVICTION the planner's. With fewer the table grows by doubling, so both are rounded up: it starts with
             the buckets that they need or up to twice as many, and ends with that number times a power of two.
@@ -230,14 +232,16 @@ class DynamicEmbTableOptions:
             changes, also on wrong values of CUDA inputs; it waits for the GPU. WARNING warns once the counters have
             arrived on the host. IGNORE only counts, in ``stats()``.
         global_hbm_for_values: bytes of GPU memory for rows on all ranks; the planner divides it.
-        external_storage: a class, called as ``external_storage(options, optimizer)`` (planned).
+        external_storage: a class, called as ``external_storage(options, optimizer)`` (planned). Where the rows of all
+            tables of the module fit their ``local_hbm_for_values`` together none would be there: it warns. Elsewhere it
+            is refused.
         index_type: int64 (default) or uint64.
         dist_type: which rank owns an id: "roundrobin", "hash_roundrobin" or "continuous".
         admit_strategy: decides which new ids get a row: ``FrequencyAdmissionStrategy``,
             ``ProbabilityAdmissionStrategy``, or your own. None: all. Tables of one module must agree.
         admission_counter: counts the ids that have none: a ``KVCounter``, or your own ``Counter``. Frequency admission
-            needs one, probability admission reads none. Tables of one module must agree in the kind, and in the slots
-            of a bucket.
+            needs one, probability admission reads none. Without a strategy it is not built, and warns. Tables of one
+            module must agree in the kind, and in the slots of a bucket.
         protect_steps: number of past steps whose ids may not be evicted. Tables of one module must agree.
         score_function: ``def f(scores, cur_timestamp) -> float`` that ranks the ids of a compound table: the lowest
             result is evicted first, NaN before all. All numbers are float64: ``scores`` in the order of
@@ -284,6 +288,7 @@ class DynamicEmbTableOptions:
     def __post_init__(self) -> None:
         self.validate()
         self._warn_about_evict_strategy()
+        self._warn_about_idle()
 
     def validate(self) -> None:
         """Check every field and canonicalise ``score_strategy``; call it again after changing a field.
@@ -343,12 +348,8 @@ class DynamicEmbTableOptions:
         _check_int("device_id", self.device_id, 0, optional=True)
         _check_int("protect_steps", self.protect_steps, 0, 2**20)
         check_bucket_capacity(self.bucket_capacity)
-        if self.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION and self.max_capacity is not None:
-            raise ValueError(
-                f"max_capacity={self.max_capacity} is a limit, but with score_strategy NO_EVICTION a table grows until "
-                "memory ends; leave max_capacity None and set init_capacity, or choose TIMESTAMP"
-            )
-        if self.init_capacity is not None and self.max_capacity is not None and self.init_capacity > self.max_capacity:
+        limit = None if self.grows_without_limit else self.max_capacity
+        if self.init_capacity is not None and limit is not None and self.init_capacity > limit:
             raise ValueError(
                 f"init_capacity must be <= max_capacity, got {self.init_capacity} > {self.max_capacity}; "
                 "lower init_capacity or raise max_capacity"
@@ -383,6 +384,21 @@ class DynamicEmbTableOptions:
                 "choose a score_strategy instead",
             )
 
+    def _warn_about_idle(self) -> None:
+        if self.grows_without_limit and self.max_capacity is not None:
+            start = "" if self.init_capacity is not None else f", from {self.max_capacity} rows on"
+            warn(
+                f"max_capacity={self.max_capacity} has no effect as a limit: with score_strategy NO_EVICTION a table "
+                f"grows until memory ends{start}; leave it None and set init_capacity, or choose TIMESTAMP"
+            )
+        if self.admission_counter is not None and self.admit_strategy is None:
+            warn("admission_counter has no effect without an admit_strategy; give one, or leave it None")
+
+    @property
+    def grows_without_limit(self) -> bool:
+        """Whether the table grows until memory ends."""
+        return self.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
+
     def get_grouped_key(self) -> dict[str, Any]:
         """Return the fields in which tables of one module must agree."""
         return {
@@ -393,7 +409,8 @@ class DynamicEmbTableOptions:
             "dist_type": self.dist_type,
             "score_strategy": self.score_strategy,
             "admit_strategy": self.admit_strategy,
-            "admission_counter": counter_kind(self.admission_counter),
+            # Without a strategy nobody builds one.
+            "admission_counter": None if self.admit_strategy is None else counter_kind(self.admission_counter),
             # One index serves a module: its buckets are equally large, its steps are the same.
             "bucket_capacity": self.bucket_capacity or DEFAULT_BUCKET_CAPACITY,
             "protect_steps": self.protect_steps,
@@ -410,18 +427,17 @@ class DynamicEmbTableOptions:
 
 
 def unsupported_options(options: DynamicEmbTableOptions) -> list[str]:
-    """Return one message for each option that this version cannot honour; empty if it can honour all."""
+    """Return one message for each option that this version cannot honour; empty if it can honour all.
+
+    ``caching`` and ``external_storage`` are judged where a module is made, from the sizes of all of its tables.
+    """
     messages = []
-    if options.caching:
-        messages.append("caching=True: rows do not move between memories yet; use caching=False")
-    if options.external_storage is not None:
-        messages.append(f"external_storage={options.external_storage!r}: not available yet; use None")
     single = options.bucket_capacity == MAX_BUCKET_CAPACITY
     if single and options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
         messages.append(
             "score_strategy=NO_EVICTION with bucket_capacity=MAX_BUCKET_CAPACITY: a single bucket cannot grow; use 128"
         )
-    if single and options.init_capacity is not None and options.max_capacity is not None:
+    elif single and options.init_capacity is not None and options.max_capacity is not None:
         # A table has whole groups of slots, so two capacities may be the same size.
         if (
             bucket_layout(options.init_capacity, MAX_BUCKET_CAPACITY)[1]

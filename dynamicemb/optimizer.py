@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dynamicemb.aliases import also_named
 from dynamicemb.types import Default
 from dynamicemb.warn import warn
 
@@ -115,41 +116,44 @@ def optimizer_kind(opt_type: Any) -> OptimizerKind:
     return _KIND_OF_NAME[name]
 
 
-def string_to_opt_type(name: str) -> "EmbOptimType":
+@also_named(name="optimizer_str")
+def string_to_opt_type(optimizer_str: str) -> "EmbOptimType":
     """Return the ``EmbOptimType`` of a name as found in a checkpoint, for example ``"exact_adagrad"``.
 
     Raises:
         ValueError: the name is not that of a supported optimizer.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, got {name!r}; use for example 'adam'")
-    optimizer_kind(name)
-    return _emb_optim_type()(name)  # type: ignore[no-any-return]
+    if not isinstance(optimizer_str, str):
+        raise TypeError(f"optimizer_str must be a string, got {optimizer_str!r}; use for example 'adam'")
+    optimizer_kind(optimizer_str)
+    return _emb_optim_type()(optimizer_str)  # type: ignore[no-any-return]
 
 
-def get_required_arg(args: Mapping[str, Any], name: str) -> Any:
-    """Return ``args[name]``.
+@also_named(name="key")
+def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
+    """Return ``args[key]``.
 
     Raises:
         ValueError: the key is missing.
     """
-    if name not in args:
-        raise ValueError(f"optimizer argument {name!r} is missing; got {sorted(args)}")
-    return args[name]
+    if key not in args:
+        raise ValueError(f"optimizer argument {key!r} is missing; got {sorted(args)}")
+    return args[key]
 
 
-def get_optimizer_state_dim(opt_type: Any, dim: int, dtype: torch.dtype | None = None) -> int:
+@also_named(opt_type="optimizer_type")
+def get_optimizer_state_dim(optimizer_type: Any, dim: int, dtype: torch.dtype | None = None) -> int:
     """Return how many fp32 values of optimizer state a row holds.
 
     Args:
-        opt_type: optimizer, see ``optimizer_kind``.
+        optimizer_type: optimizer, see ``optimizer_kind``.
         dim: embedding dim D.
         dtype: accepted for callers that pass the table's dtype; the state is fp32 whatever it is.
 
     Returns:
         SGD 0, Adagrad D, Adam 2*D (first moments, then second), row-wise Adagrad 1.
     """
-    kind = optimizer_kind(opt_type)
+    kind = optimizer_kind(optimizer_type)
     return {
         OptimizerKind.SGD: 0,
         OptimizerKind.ADAM: 2 * dim,
@@ -158,9 +162,10 @@ def get_optimizer_state_dim(opt_type: Any, dim: int, dtype: torch.dtype | None =
     }[kind]
 
 
-def get_optimizer_ckpt_state_dim(opt_type: Any, dim: int, dtype: torch.dtype | None = None) -> int:
+@also_named(opt_type="optimizer_type")
+def get_optimizer_ckpt_state_dim(optimizer_type: Any, dim: int, dtype: torch.dtype | None = None) -> int:
     """Return how many fp32 values of state a row has in a dump: the same as in memory."""
-    return get_optimizer_state_dim(opt_type, dim, dtype)
+    return get_optimizer_state_dim(optimizer_type, dim, dtype)
 
 
 @dataclass

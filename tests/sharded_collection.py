@@ -21,6 +21,8 @@ from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParame
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder, DynamicEmbeddingCollectionSharder
 
 COMPLETED = ("dim", "embedding_dtype", "initializer_args")
+# What messages of this package about such a model say.
+OURS = ("dynamic table", "optimizer", "has no effect")
 STATIC = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
 
 
@@ -113,5 +115,5 @@ def shard(
             if change is not None:
                 change(entry)
         sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
-    ours = [str(w.message) for w in recorded if "dynamic table" in str(w.message) or "optimizer" in str(w.message)]
+    ours = [str(w.message) for w in recorded if any(word in str(w.message) for word in OURS)]
     return Built(sharded, ours)

@@ -277,7 +277,6 @@ def test_c12_the_users_own_code_is_refused_in_a_capture(monkeypatch: pytest.Monk
         (lambda: KVCounter(1.0), TypeError, "capacity of a KVCounter must be an int"),
         (lambda: KVCounter(10, 17), ValueError, "multiple of 16"),
         (lambda: KVCounter(10, key_type=torch.int32), ValueError, "int64 or uint64"),
-        (lambda: options(admission_counter=KVCounter(9)), ValueError, "no effect without an admit_strategy"),
         (lambda: options(admit_strategy=FrequencyAdmissionStrategy(2)), ValueError, "needs an admission_counter"),
         (
             lambda: options(admit_strategy=ProbabilityAdmissionStrategy(0.5), admission_counter=KVCounter(9)),

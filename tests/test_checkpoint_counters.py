@@ -1,6 +1,7 @@
 """Admission counters in dumps: what was counted goes on counting, over any number of ranks, into any counter."""
 
 import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamicemb import DynamicEmbScoreStrategy, FrequencyAdmissionStrategy
+from dynamicemb import DynamicEmbScoreStrategy, FrequencyAdmissionStrategy, KVCounter
 from dynamicemb.checkpoint import load as load_path
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.table.layout import fmix64, locate
@@ -242,6 +243,18 @@ def test_c12_a_counter_of_the_user_writes_and_reads_its_own_files(tmp_path: Path
         with pytest.raises(CheckpointCorruptError, match=name):
             copy.load(tmp_path / "d", counter=True)
         (tmp_path / "d" / name).write_bytes(data)
+
+
+def test_c27_a_counter_that_no_strategy_asks_is_not_dumped(tmp_path: Path) -> None:
+    for counter in (FileCounter(), KVCounter(64, 16)):
+        with pytest.warns(UserWarning, match="admission_counter has no effect without an admit_strategy"):
+            module = make_module([options(admission_counter=counter)])
+        step(module, [1, 1])
+        path = tmp_path / type(counter).__name__
+        with pytest.warns(UserWarning, match="counter"):
+            module.dump(path, counter=True)
+        assert not [name for name in os.listdir(path) if "counter" in name]
+        assert holds(module, [1]) == [True]
 
 
 def test_c21_a_counter_of_the_user_that_writes_something_else_leaves_the_dump_before(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.incremental_dump import get_score, incremental_dump, is_valid_score_threshold, set_score
-from tests.lookups import bag_per_id, make_module, options, row_of
+from tests.lookups import bag_per_id, batch, make_module, options, row_of
 from tests.ranks import RankPool, ranks  # noqa: F401
 
 TIMESTAMP, STEP, CUSTOMIZED, LFU, _ = DynamicEmbScoreStrategy
@@ -77,6 +77,18 @@ def test_c26_thresholds_by_table_and_names_that_are_not_there() -> None:
     assert ids.tolist() == [1] and weights.shape == (1, 4)
 
 
+def test_c26_a_module_begins_with_all_rows_of_all_tables() -> None:
+    module = make_module([options(score_strategy=strategy) for strategy in (TIMESTAMP, LFU)])
+    module(*batch([1, 2], [2, 3, 3])).sum().backward()
+    rows, following = module.incremental_dump()
+    assert {name: sorted(ids.tolist()) for name, (ids, _) in rows.items()} == {"a": [1, 2], "b": [2, 3]}
+    module(*batch([4], [3])).sum().backward()
+    rows, _ = module.incremental_dump(following)
+    assert rows["a"][0].tolist() == [4]
+    # No thresholds are something else than thresholds of no table.
+    assert module.incremental_dump({}) == ({}, {})
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +98,8 @@ class Model(torch.nn.Module):
 
 def test_c10_scores_of_a_model_are_set_by_path_or_name() -> None:
     model = Model()
-    set_score(model, 3)
+    set_score(model, scores=2)
+    set_score(model, table_score=3)
     assert get_score(model) == {"model.first": {"a": 3, "b": 1}, "model.second": {"a": 3}}
     set_score(model, {"model.first": {"a": 5}, "second": {"a": 6}})
     assert get_score(model) == {"model.first": {"a": 5, "b": 1}, "model.second": {"a": 6}}

@@ -229,9 +229,9 @@ def test_c04_error_raises_on_wrong_values_of_cuda_inputs(training: bool) -> None
 def test_c04_only_error_waits_to_see_values(monkeypatch: pytest.MonkeyPatch, mode, waits: bool) -> None:
     seen = []
 
-    def check(*arguments, wait: bool):
+    def check(*arguments, wait: bool, **more):
         seen.append(wait)
-        return check_batch(*arguments, wait=wait)
+        return check_batch(*arguments, wait=wait, **more)
 
     monkeypatch.setattr("dynamicemb.embedding.module.check_batch", check)
     module = checked_module("cpu", IGNORE, mode)

@@ -157,6 +157,40 @@ def test_c27_an_evict_strategy_that_contradicts_the_score_strategy_warns():
         DynamicEmbTableOptions(evict_strategy=DynamicEmbEvictStrategy.LFU, score_strategy=Score.LFU)
 
 
+def recorded(call):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        call()
+    return [(str(warning.message), warning.filename) for warning in warned]
+
+
+@pytest.mark.parametrize(("init", "start"), [(None, ", from 100 rows on"), (50, ""), (101, "")])
+def test_c27_a_limit_of_a_table_without_one_warns_where_it_is_given(init, start):
+    given = {"max_capacity": 100, "init_capacity": init, "score_strategy": Score.NO_EVICTION}
+    ((message, filename),) = recorded(lambda: DynamicEmbTableOptions(**given))
+    assert message == (
+        "max_capacity=100 has no effect as a limit: with score_strategy NO_EVICTION a table grows until memory ends"
+        f"{start}; leave it None and set init_capacity, or choose TIMESTAMP"
+    )
+    assert filename == __file__
+    with pytest.warns(UserWarning):
+        made = DynamicEmbTableOptions(**given)
+    assert (made.max_capacity, made.init_capacity) == (100, init)
+    assert recorded(made.validate) == []
+    assert recorded(lambda: DynamicEmbTableOptions(init_capacity=100, score_strategy=Score.NO_EVICTION)) == []
+    assert recorded(lambda: DynamicEmbTableOptions(max_capacity=100)) == []
+
+
+def test_c27_a_counter_that_no_strategy_asks_warns_and_groups_with_none():
+    ((message, filename),) = recorded(lambda: DynamicEmbTableOptions(admission_counter=KVCounter(100)))
+    assert message == "admission_counter has no effect without an admit_strategy; give one, or leave it None"
+    assert filename == __file__
+    with pytest.warns(UserWarning):
+        made = DynamicEmbTableOptions(admission_counter=KVCounter(100))
+    assert made == DynamicEmbTableOptions() and hash(made) == hash(DynamicEmbTableOptions())
+    assert recorded(made.validate) == []
+
+
 class OwnCounter(Counter):
     def add(self, keys, table_ids, frequencies):
         return frequencies
@@ -254,8 +288,6 @@ def test_comparing_options_with_a_foreign_type_is_left_to_it():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"caching": True}, "caching=True"),
-        ({"external_storage": dict}, "external_storage"),
         ({"score_strategy": Score.NO_EVICTION, "bucket_capacity": MAX_BUCKET_CAPACITY}, "NO_EVICTION.*single bucket"),
         (
             {"init_capacity": 16, "max_capacity": 17, "bucket_capacity": MAX_BUCKET_CAPACITY},
@@ -270,11 +302,6 @@ def test_c27_options_that_this_version_cannot_honour_are_listed(options, words):
     assert "use " in messages[0]
 
 
-def test_unsupported_options_are_all_listed_at_once():
-    options = DynamicEmbTableOptions(caching=True, external_storage=dict)
-    assert len(unsupported_options(options)) == 2
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -283,6 +310,7 @@ def test_unsupported_options_are_all_listed_at_once():
         {"init_capacity": 128, "max_capacity": 129},
         {"init_capacity": 100, "max_capacity": 112, "bucket_capacity": MAX_BUCKET_CAPACITY},
         {"init_capacity": 100},
+        {"caching": True, "external_storage": dict},
         *({"safe_check_mode": mode} for mode in DynamicEmbCheckMode),
         *({"score_strategy": s} for s in Score),
         {"score_strategy": (Score.TIMESTAMP, Score.LFU)},

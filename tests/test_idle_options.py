@@ -13,6 +13,7 @@ from dynamicemb import DynamicEmbEvictStrategy, DynamicEmbScoreStrategy, Dynamic
 from dynamicemb.admission import KVCounter, ProbabilityAdmissionStrategy
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbCheckMode
+from dynamicemb.embedding.memories import check_memories
 from dynamicemb.errors import DynamicEmbError, InsertFailedError, UnsupportedOptionError
 from dynamicemb.types import Default
 from tests.lookups import MEAN, bag_per_id, batch, constant, make_module, messages, options, score_of
@@ -78,6 +79,10 @@ def admitted(module: Module) -> bool:
     return bool(module.contains("a", torch.tensor([5])).all())
 
 
+def unbuilt(module: Module) -> bool:
+    return look_up(module, 1) is not None and module.tables.admission is None and "counter" not in module.memory_usage()
+
+
 def expires(module: Module) -> bool:
     return bool(module.tables.options.ttls)
 
@@ -101,7 +106,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, Callable[[Module], Any], Any, Any]
     "training": ({}, False, trainable, True, DynamicEmbError),
     "initializer_args": ({}, constant(3.0), lambda m: first_value(m) == 3, False, True),
     "eval_initializer_args": ({}, constant(3.0), missing_value, 0.0, 3.0),
-    "caching": ({}, True, trainable, True, UnsupportedOptionError),
+    "caching": ({}, True, trainable, True, "table 'a': caching=True has no effect: on the CPU all rows are in host"),
     "init_capacity": ({}, 16, lambda m: m.stats()["a"]["capacity"], 64, 16),
     "max_load_factor": ({"init_capacity": 32}, 1.0, sized, 64, 32),
     "score_strategy": ({}, LFU, frequency, False, True),
@@ -117,7 +122,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, Callable[[Module], Any], Any, Any]
         "continuous",
     ),
     "admit_strategy": ({}, ProbabilityAdmissionStrategy(2**-32), admitted, True, False),
-    "admission_counter": ({}, KVCounter(16), trainable, True, ValueError),
+    "admission_counter": (
+        {},
+        KVCounter(16),
+        unbuilt,
+        True,
+        "admission_counter has no effect without an admit_strategy",
+    ),
     "protect_steps": (ONE_BUCKET, 1, survivors, False, True),
     "score_function": (
         {"score_strategy": COMPOUND},
@@ -194,7 +205,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], Any, Callable[[Module], Any], Any, An
     "table_names": ({}, ["z"], lambda m: m.table_names, ["table_0"], ["z"]),
     "feature_table_map": (TWO, [0, 0, 1], lambda m: m.feature_num, 2, 3),
     "use_index_dedup": ({}, True, trainable, True, "use_index_dedup has no effect"),
-    "prefetch_pipeline": ({}, True, trainable, True, ValueError),
+    "prefetch_pipeline": ({}, True, trainable, True, "prefetch_pipeline=True has no effect: rows are not moved"),
     "pooling_mode": ({}, MEAN, bag_of_two, False, True),
     "output_dtype": ({}, torch.float16, lambda m: look_up(m, 1).dtype, torch.float32, torch.float16),
     "device": ({}, "cuda:63", lambda m: True, True, ValueError),
@@ -221,7 +232,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], Any, Callable[[Module], Any], Any, An
 
 
 def test_c27_every_argument_of_the_module_is_decided() -> None:
-    assert set(inspect.signature(Module.__init__).parameters) - {"self"} == ARGUMENTS.keys()
+    assert set(inspect.signature(Module.__init__).parameters) - {"self", "unknown"} == ARGUMENTS.keys()
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -236,6 +247,91 @@ def test_c27_every_argument_of_the_module_acts_warns_or_is_refused(name: str) ->
         return
     assert plain == (default, [])
     check(given, expected, default)
+
+
+# name: (value, how the warning ends)
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "lr": (0.5, "use learning_rate"),
+    "betas": ((0.5, 0.5), "use beta1 and beta2"),
+    "enable_prefetch": (False, "use prefetch_pipeline"),
+    "learnign_rate": (0.5, "did you mean 'learning_rate'?"),
+    "cache_precision": ("fp32", "known: " + ", ".join(sorted(ARGUMENTS))),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_c27_an_argument_that_the_module_does_not_have_warns_once_and_has_no_effect(name: str) -> None:
+    value, end = UNKNOWN[name]
+    (learning_rate, beta1), warned = outcome(
+        lambda m: (m.optimizer.learning_rate, m.optimizer.beta1),
+        lambda: Module([options()], device="cpu", optimizer="adam", **{name: value}),
+    )
+    assert (learning_rate, beta1) == (0.01, 0.9)
+    assert warned == [f"{name}={value!r} has no effect: {Module.__name__} has no such argument; {end}"]
+
+
+def test_c27_each_unknown_argument_has_its_own_warning_where_the_module_is_made() -> None:
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        Module([options()], device="cpu", lr=0.5, betas=(0, 0))
+    assert [(str(w.message).partition("=")[0], w.filename) for w in recorded] == [("lr", __file__), ("betas", __file__)]
+
+
+def two_tables(budgets: tuple[int, int], asked: dict[str, Any], rows: int = 64) -> Callable[[], Module]:
+    def make() -> Module:
+        tables = [options(4, rows, local_hbm_for_values=budget, **asked) for budget in budgets]
+        return make_module(tables, optimizer="adam", device="cpu")
+
+    return make
+
+
+# Adam: 3 x 4 values of 4 bytes for 64 rows of two tables.
+NEEDED = 2 * 64 * 48
+
+
+@pytest.mark.parametrize("asked", [{"caching": True}, {"external_storage": dict}])
+@pytest.mark.parametrize("budgets", [(NEEDED, 0), (NEEDED // 2, NEEDED // 2), (10**9, 10**9)])
+def test_c27_memories_that_no_row_would_be_in_warn(asked: dict[str, Any], budgets: tuple[int, int]) -> None:
+    ((field, value),) = asked.items()
+    off = "False" if field == "caching" else "None"
+    shown, warned = outcome(lambda module: (module.cache, look_up_two(module)), two_tables(budgets, asked))
+    assert shown == (None, 2)
+    assert [message for message in warned if field in message] == [
+        f"table {name!r}: {field}={value!r} has no effect: the {NEEDED} bytes of all rows of the module fit its "
+        f"{sum(budgets)} bytes of local_hbm_for_values; use {off}"
+        for name in "ab"
+    ]
+
+
+def look_up_two(module: Module) -> int:
+    module(*batch([1], [2])).sum().backward()
+    return sum(int(of_table["size"]) for of_table in module.stats().values())
+
+
+@pytest.mark.parametrize("budgets", [(0, 0), (NEEDED - 1, 0), (0, NEEDED - 1)])
+def test_c27_rows_in_several_memories_are_refused(budgets: tuple[int, int]) -> None:
+    error, _ = outcome(trainable, two_tables(budgets, {"external_storage": dict}))
+    assert isinstance(error, UnsupportedOptionError)
+    assert f"external_storage={dict!r}: the {NEEDED} bytes of all rows of the module do not fit its {sum(budgets)}" in (
+        str(error)
+    )
+    # Who only caches loses nothing on the CPU.
+    shown, warned = outcome(look_up_two, two_tables(budgets, {"caching": True}))
+    assert shown == 2 and sum("caching=True has no effect: on the CPU" in message for message in warned) == 2
+
+
+def test_c27_a_cache_of_rows_that_a_gpu_does_not_hold_is_refused_there() -> None:
+    tables = [options(4, 64, caching=True, local_hbm_for_values=NEEDED - 1), options(4, 64, caching=True)]
+    with pytest.raises(UnsupportedOptionError, match="table 'a': caching=True: the 6144 bytes .* 6143 bytes"):
+        check_memories(tables, ["a", "b"], "adam", torch.device("cuda", 0))
+    tables[1].local_hbm_for_values = 1
+    with pytest.warns(UserWarning, match="caching=True has no effect: the 6144 bytes .* fit its 6144 bytes"):
+        check_memories(tables, ["a", "b"], "adam", torch.device("cuda", 0))
+    # Rows of tables that are only read have no state, and those of row-wise Adagrad count 16 bytes for theirs.
+    for more, optimizer, needed in (({"training": False}, "adam", 1024), ({}, "exact_row_wise_adagrad", 2048)):
+        table = options(4, 64, caching=True, local_hbm_for_values=needed - 1, **more)
+        with pytest.raises(UnsupportedOptionError, match=f"the {needed} bytes"):
+            check_memories([table], ["a"], optimizer, torch.device("cuda", 0))
 
 
 def test_a_default_is_a_number_of_its_own_kind_only() -> None:

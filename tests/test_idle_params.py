@@ -20,7 +20,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.types import DataType
 
+from dynamicemb.admission import KVCounter
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy
+from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerArgs, OptimizerSpec
 from dynamicemb.planner import DynamicEmbParameterSharding
 from dynamicemb.sharding.check_params import (
@@ -30,16 +33,16 @@ from dynamicemb.sharding.check_params import (
     ACTING_PARAMS,
     arguments_of_module,
     check_fused_params,
-    check_names,
     drop_own_params,
     idle_params,
+    unknown_params,
 )
 from dynamicemb.sharding.torchrec_compat import TORCHREC_ONLY_PARAMS
 from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.sharded_collection import Built, constraint, shard
 
 PLAN: dict[str, Any] = {"t": DynamicEmbParameterSharding(sharding_type="row_wise", ranks=[0])}
-OUR_ARGUMENTS = set(inspect.signature(BatchedDynamicEmbeddingTablesV2.__init__).parameters) - {"self"}
+OUR_ARGUMENTS = set(inspect.signature(BatchedDynamicEmbeddingTablesV2.__init__).parameters) - {"self", "unknown"}
 FBGEMM_ARGUMENTS = set(inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters) - {"self"}
 ADAM = {"optimizer": EmbOptimType.ADAM}
 
@@ -66,12 +69,25 @@ def test_c27_a_fused_param_without_an_effect_warns(name: str) -> None:
             check_fused_params({name: nothing}, PLAN, {}, None)
 
 
-@pytest.mark.parametrize(
-    "name", [*sorted(_BY_MODEL), "embedding_specs", "lr", "momentun", "amsgrad", "dynamicemb_options"]
-)
-def test_c27_a_fused_param_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"fused_params has '{name}'"):
-        check_names([name])
+@pytest.mark.parametrize("name", [*sorted(_BY_MODEL), "embedding_specs"])
+def test_c27_a_fused_param_that_the_model_decides_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"fused_params has '{name}', which the embedding configs and the plan decide"):
+        check_fused_params({name: 1}, PLAN, {}, None)
+
+
+@pytest.mark.parametrize("name", ["lr", "momentun", "amsgrad", "dynamicemb_options"])
+def test_c27_a_fused_param_that_is_none_warns_unless_a_static_table_would_raise(name: str) -> None:
+    assert unknown_params([name, "eps"]) == [name]
+    with pytest.warns(UserWarning, match=f"^{name}=1 has no effect: fused_params has no such argument; ") as recorded:
+        check_fused_params({name: 1}, PLAN, {}, None)
+    assert len(recorded) == 1
+    assert arguments_of_module({name: 1, "eps": 0.5}) == {"eps": 0.5}
+    static = DynamicEmbParameterSharding.__mro__[1](sharding_type="row_wise", compute_kernel="fused")
+    with pytest.raises(TypeError, match=rf"fused_params has '{name}', which neither .* such as \['s'\]; "):
+        check_fused_params({name: 1}, PLAN | {"s": static}, {}, torch.device("cuda"))
+    dense = DynamicEmbParameterSharding.__mro__[1](sharding_type="data_parallel", compute_kernel="dense")
+    with pytest.warns(UserWarning, match=f"^{name}=1 has no effect"):
+        check_fused_params({name: 1}, PLAN | {"s": dense}, {}, torch.device("cuda"))
 
 
 def test_c27_an_idle_fused_param_names_the_static_tables_on_which_it_acts() -> None:
@@ -143,12 +159,13 @@ def build(fused_params: dict[str, Any], prepare: Callable[[Any], None] | None = 
     return shard(configs, constraints, {"seed": 7, **fused_params}, prepare)
 
 
-def params_on_rank(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
-    results: dict[str, tuple[Any, Any]] = {}
+def params_on_rank(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
+    results: dict[str, tuple[Any, ...]] = {}
     for name, (beside, value, shown, *_) in ACTING.items():
         results[name] = (shown(build(beside)), shown(build(beside | {name: value})))
     for name, value in IDLE_IN_ANY_OPTIMIZER.items():
         results[name] = (build({}).warnings, build({name: value}).warnings)
+    results["lr"] = (trained(build({})), trained(build({"lr": 0.5})), build({"lr": 0.5}).warnings)
     # Ours beside static tables, which FBGEMM would not know.
     ours = {"seed": 1, "initial_accumulator_value": 0.5, "use_index_dedup": True, "eps": 0.1}
     beside = build({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **ours}, static=True)
@@ -160,6 +177,11 @@ def params_on_rank(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
 @pytest.mark.distributed
 def test_c27_every_fused_param_acts_or_warns(ranks: RankPool) -> None:  # noqa: F811
     (results,) = ranks.run(1, params_on_rank)
+    without, with_lr, unknown = results.pop("lr")
+    # The reference implementation does not read this name either.
+    assert with_lr == without and unknown == [
+        "lr=0.5 has no effect: fused_params has no such argument; use learning_rate"
+    ]
     beside, trains = results.pop("beside")
     assert trains and len(beside) == 2
     assert beside[0].startswith(
@@ -268,6 +290,60 @@ def test_c27_arguments_of_a_tables_own_optimizer_act_warn_or_are_refused(ranks: 
         assert got == expected
         assert len(given) == bool(idle), (name, given)
         assert not idle or any(f"ignores {part};" in given[0] for part in idle), given
+
+
+# Options that a sharded table hands on to its module
+
+
+def options_on_rank(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, options in OPTIONS_OF_TABLES.items():
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            constraints = {"t": constraint(**options), "u": constraint(**options)}
+        try:
+            built = shard([config(), config("u")], constraints, ADAM)
+            for _ in range(2):
+                trained(built)
+            modules = len(built.modules)
+            sizes = sum(int(of["size"]) for module in built.modules for of in module.stats().values())
+            counters = [module.tables.admission for module in built.modules]
+            result = (modules, sizes, set(counters), built.warnings)
+        except UnsupportedOptionError as error:
+            result = (0, 0, set(), [str(error)])
+        results[name] = (len(given), result)
+    return results
+
+
+# Two tables of one bucket of 128 slots, with the state of Adam.
+ALL_ROWS = 2 * 128 * 8 * 3 * 4
+OPTIONS_OF_TABLES: dict[str, dict[str, Any]] = {
+    "cache": {"caching": True, "global_hbm_for_values": ALL_ROWS // 2},
+    "storage": {"external_storage": dict, "global_hbm_for_values": ALL_ROWS // 2},
+    "storage of too many": {"external_storage": dict, "global_hbm_for_values": ALL_ROWS // 2 - 1},
+    "counter": {"admission_counter": KVCounter(64)},
+    "limit": {"score_strategy": DynamicEmbScoreStrategy.NO_EVICTION, "max_capacity": 99},
+}
+
+
+@pytest.mark.distributed
+def test_c27_options_of_sharded_tables_that_do_nothing_warn_once(ranks: RankPool) -> None:  # noqa: F811
+    (results,) = ranks.run(1, options_on_rank)
+    for name, field in (("cache", "caching=True"), ("storage", "external_storage=<class 'dict'>")):
+        given, (modules, size, _, warned) = results.pop(name)
+        assert (given, modules, size) == (0, 1, 2)
+        found = [message for message in warned if field in message]
+        assert len(found) == 2 and all(f"the {ALL_ROWS} bytes of all rows of the module fit" in m for m in found), found
+    _, (modules, _, _, (error,)) = results.pop("storage of too many")
+    assert modules == 0 and f"the {ALL_ROWS} bytes of all rows" in error and f"its {ALL_ROWS - 2} bytes" in error
+    # Whoever made the options has heard of the counter.
+    assert results.pop("counter") == (2, (1, 2, {None}, []))
+    given, (modules, size, _, warned) = results.pop("limit")
+    assert (given, modules, size) == (2, 1, 2)
+    assert [message.partition(" has no")[0] for message in warned] == [
+        f"max_capacity=99 of dynamic table {table!r}" for table in "tu"
+    ]
+    assert not results
 
 
 # The optimizer of a module

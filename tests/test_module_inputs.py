@@ -28,6 +28,7 @@ OFFSETS = torch.tensor([0, 1, 3])
 ONES = torch.ones(3)
 META = torch.device("meta")
 
+SIZES = ["batch_size_per_feature_per_rank"]
 # name: (arguments, exception, what the message must contain)
 BAD_LOOKUPS = {
     "ids list": (([1, 2, 3], OFFSETS), TypeError, ["indices", "list", "torch.tensor"]),
@@ -55,14 +56,22 @@ BAD_LOOKUPS = {
     "offsets decrease": ((IDS, torch.tensor([0, 2, 1, 3, 3])), ValueError, ["offsets", "2 before 1", "position 2"]),
     "offsets wrap": ((IDS, torch.tensor([0, -(2**63), 3])), ValueError, ["offsets", str(-(2**63)), "position 1"]),
     "weights list": ((IDS, OFFSETS, [1.0] * 3), TypeError, ["per_sample_weights", "list"]),
-    "weights int": ((IDS, OFFSETS, IDS), TypeError, ["per_sample_weights", "int64", "frequency_counters"]),
+    "weights uint64": (
+        (IDS, OFFSETS, IDS.to(torch.uint64)),
+        TypeError,
+        ["per_sample_weights", "uint64", "frequency_counters"],
+    ),
+    "weights int short": ((IDS, OFFSETS, IDS[:2]), ValueError, ["per_sample_weights", "2 entries", "3 ids"]),
+    "weights int 2-D": ((IDS, OFFSETS, IDS[None]), ValueError, ["per_sample_weights", "(1, 3)"]),
     "weights bool": ((IDS, OFFSETS, IDS > 1), TypeError, ["per_sample_weights", "bool", "frequency_counters"]),
     "weights short": ((IDS, OFFSETS, ONES[:2]), ValueError, ["per_sample_weights", "2 entries", "3 ids"]),
     "weights 2-D": ((IDS, OFFSETS, ONES[None]), ValueError, ["per_sample_weights", "(1, 3)"]),
     "weights elsewhere": ((IDS, OFFSETS, ONES.to(META)), ValueError, ["per_sample_weights", "meta", "cpu"]),
-    "feature_requires_grad": ((IDS, OFFSETS, None, ONES), ValueError, ["feature_requires_grad", "None"]),
-    "batch sizes": ((IDS, OFFSETS, None, None, [[1], [1]]), ValueError, ["batch_size_per_feature_per_rank", "None"]),
-    "unique": ((IDS, OFFSETS, None, None, None, 3), ValueError, ["total_unique_indices", "None"]),
+    "feature_requires_grad": ((IDS, OFFSETS, None, [1, 1]), TypeError, ["feature_requires_grad", "list", "None"]),
+    "batch sizes": ((IDS, OFFSETS, None, None, [[1], [2]]), ValueError, [*SIZES, "2 features has 1", "[[1], [2]]"]),
+    "batch sizes by rank": ((IDS, OFFSETS, None, None, [[1, 0], [1, 1]]), ValueError, SIZES),
+    "batch sizes of one": ((IDS, OFFSETS, None, None, [[1]]), ValueError, SIZES),
+    "batch sizes flat": ((IDS, OFFSETS, None, None, [1, 1]), TypeError, SIZES),
 }
 
 
@@ -115,6 +124,13 @@ def test_c04_frequencies_and_weights_need_a_module_that_reads_them() -> None:
     before = snapshot(module)
     with pytest.raises(ValueError, match="frequency_counters has no effect: only score_strategy LFU"):
         module(IDS, OFFSETS, frequency_counters=IDS)
+    assert_unchanged(module, before)
+    module = make_module([options(score_strategy=DynamicEmbScoreStrategy.LFU)])
+    before = snapshot(module)
+    with pytest.raises(ValueError, match="per_sample_weights of integers are taken for frequency_counters, which are"):
+        module(IDS, OFFSETS, IDS, frequency_counters=IDS)
+    with pytest.raises(ValueError, match="per_sample_weights of integers, which count, must be in 1.*, got 0..2"):
+        module(IDS, OFFSETS, IDS - 1)
     assert_unchanged(module, before)
     module = make_module(pooling_mode=NONE)
     before = snapshot(module)
@@ -213,8 +229,6 @@ BAD_MODULES = {
     "learning rate": (lambda: build(learning_rate=float("inf")), ValueError, ["learning_rate", "inf"]),
     "max_gradient": (lambda: build(gradient_clipping=True, max_gradient=0.0), ValueError, ["max_gradient", "0"]),
     "seed": (lambda: build(seed=1.5), TypeError, ["seed", "1.5"]),
-    "prefetch": (lambda: build(prefetch_pipeline=True), ValueError, ["prefetch_pipeline", "False"]),
-    "unknown argument": (lambda: build(lr=1.0), TypeError, ["lr"]),
     "meta device": (lambda: build(device="meta"), NotImplementedError, ["device", "meta", "cpu"]),
     "eval initializer": (
         lambda: options(eval_initializer_args=options().initializer_args),

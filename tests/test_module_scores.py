@@ -107,7 +107,7 @@ def test_c26_an_import_is_found_by_the_threshold_of_before(backend: str, strateg
 @pytest.mark.parametrize("wrong", [5, None, [("a", 1)]])
 def test_c04_scores_that_are_not_by_table_are_refused(wrong: Any) -> None:
     module = make_module([options(score_strategy=Score.CUSTOMIZED)])
-    with pytest.raises(TypeError, match="scores must map table names to ints, got"):
+    with pytest.raises(TypeError, match="named_score must map table names to ints, got"):
         module.set_score(wrong)
 
 

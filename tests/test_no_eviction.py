@@ -163,6 +163,19 @@ def test_c10_it_grows_when_a_bucket_would_overflow_and_not_before(backend: str) 
     assert set(scores(module)) == set(bucket[:17])
 
 
+@pytest.mark.filterwarnings("ignore:max_capacity=")
+@pytest.mark.parametrize(("init", "first"), [(None, 32), (64, 64), (16, 16)])
+def test_c10_a_limit_is_where_a_table_begins_unless_another_number_says_so(init: int | None, first: int) -> None:
+    table = {"dim": DIM, "max_capacity": 32, "init_capacity": init, "bucket_capacity": 16, "score_strategy": KEEP}
+    module = BatchedDynamicEmbeddingTablesV2([DynamicEmbTableOptions(**table)], ["t0"], device="cpu")
+    assert module.tables.capacities == [first]
+    with torch.no_grad():
+        for step in range(4):
+            lookup(module, range(50 * step, 50 * step + 50))
+    assert module.tables.capacities[0] > 200
+    assert len(scores(module)) == 200 and module.stats()["t0"]["evicted"] == module.stats()["t0"]["failed"] == 0
+
+
 def test_c10_one_batch_may_need_several_doublings(backend: str) -> None:
     module = make(backend, 32)
     # Bucket 0 of two and of four, in halves buckets 0 and 4 of eight.
@@ -376,8 +389,6 @@ def test_c10_thresholds_and_imports(backend: str) -> None:
 
 
 def test_c04_options_that_contradict_it_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_capacity=100 is a limit.*init_capacity"):
-        DynamicEmbTableOptions(dim=4, max_capacity=100, score_strategy=KEEP)
     with pytest.raises(ValueError, match="init_capacity of table 'a' is not set"):
         BatchedDynamicEmbeddingTablesV2([DynamicEmbTableOptions(dim=4, score_strategy=KEEP)], ["a"], device="cpu")
 

@@ -1,5 +1,6 @@
 """Sharded collections at the edge: unusual inputs, process groups and plans; what cannot work says so on every rank."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -193,23 +194,31 @@ def test_c04_an_error_that_cannot_be_pickled_reaches_every_rank(ranks: RankPool)
     [
         ({"max_capacity": 333}, "max_capacity=333 of dynamic table 'a' has no effect: num_embeddings makes it 768"),
         ({"init_capacity": 1024}, "init_capacity=1024 of dynamic table 'a' is lowered to 768"),
+        (
+            {"max_capacity": 333, "score_strategy": 4},
+            "max_capacity=333 of dynamic table 'a' has no effect: num_embeddings decides about its first size, unless",
+        ),
     ],
 )
-def test_c27_capacities_that_the_config_overrules_warn(options: dict[str, int], message: str) -> None:
+def test_c27_capacities_that_the_config_overrules_warn(options: dict[str, Any], message: str) -> None:
     from torchrec.distributed.planner import Topology
 
-    from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
+    from dynamicemb.dynamicemb_config import DynamicEmbScoreStrategy, DynamicEmbTableOptions
     from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
 
-    constraint = DynamicEmbParameterConstraints(
-        use_dynamicemb=True, dynamicemb_options=DynamicEmbTableOptions(**options)
-    )
-    with pytest.warns(UserWarning, match=message):
+    if "score_strategy" in options:
+        options = options | {"score_strategy": DynamicEmbScoreStrategy(options["score_strategy"])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = DynamicEmbTableOptions(**options)
+    constraint = DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=table)
+    with pytest.warns(UserWarning, match=message) as recorded:
         DynamicEmbeddingShardingPlanner(
             build_unsharded(Case((A,), pooled=True)).embedding_bag_configs(),
             topology=Topology(world_size=2, compute_device="cpu"),
             constraints={"a": constraint},
         )
+    assert sum("dynamic table 'a'" in str(w.message) or "as a limit" in str(w.message) for w in recorded) == 1
 
 
 def break_one_rank(rank: int, world_size: int, case: Case, fault: str) -> list[str]:

@@ -213,7 +213,7 @@ def shard_with(rank: int, world_size: int, case: Case) -> None:
     static = r"optimizer ADAM: static tables \['s'\] cannot use it on the CPU .*EXACT_SGD or .*use_dynamicemb=True"
     with pytest.raises(ValueError, match=static):
         build(case, world_size, optimizer=EmbOptimType.ADAM)
-    with pytest.raises(TypeError, match="fused_params has 'lr', .*did you mean 'learning_rate'"):
+    with pytest.raises(TypeError, match=r"'lr', which neither dynamic tables nor static .*\['s'\]; use learning_rate"):
         build(case, world_size, lr=0.5)
     dense = replace(case, tables=(A, B, replace(STATIC, sharding="data_parallel")))
     # Dense tables are trained by the optimizer of the dense layers.
@@ -228,18 +228,24 @@ def test_c04_fused_params_that_no_table_can_use_are_refused(ranks: RankPool, cas
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("lr", "'learning_rate'"),
-        ("learnig_rate", "'learning_rate'"),
-        ("beta_1", "'beta1'"),
-        ("xyzzy", "known: beta1, "),
+        ("lr", "use learning_rate"),
+        ("learnig_rate", "did you mean 'learning_rate'?"),
+        ("beta_1", "did you mean 'beta1'?"),
+        ("xyzzy", "known: beta1, beta2, betas, counter"),
     ],
 )
-def test_c04_a_wrong_name_in_fused_params_is_explained(name: str, hint: str) -> None:
-    from dynamicemb.sharding.check_params import check_names
+def test_c27_a_wrong_name_in_fused_params_is_explained_and_ignored(name: str, hint: str) -> None:
+    from dynamicemb.planner import DynamicEmbParameterSharding
+    from dynamicemb.sharding.check_params import arguments_of_module, check_fused_params, unknown_params
 
-    check_names(["optimizer", "betas", "seed", "cache_precision"])
-    with pytest.raises(TypeError, match=f"fused_params has '{name}', which dynamic tables do not know; .*{hint}"):
-        check_names(["optimizer", name])
+    assert unknown_params(["optimizer", "betas", "seed", "cache_precision"]) == []
+    plan = {"a": DynamicEmbParameterSharding(sharding_type="row_wise", ranks=[0])}
+    with pytest.warns(UserWarning) as recorded:
+        check_fused_params({"optimizer": "adam", name: 0.5}, plan, {}, None)
+    (warning,) = recorded
+    start = f"{name}=0.5 has no effect: fused_params has no such argument; {hint}"
+    assert str(warning.message).startswith(start)
+    assert arguments_of_module({"optimizer": "adam", name: 0.5}) == {"optimizer": "adam"}
 
 
 def vary_batch(rank: int, world_size: int, pooling: str) -> None:

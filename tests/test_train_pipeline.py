@@ -45,7 +45,7 @@ class SequencesAndBags(nn.Module):
         return loss, loss.detach()
 
 
-def shard_model(world_size: int, device: torch.device) -> Any:
+def shard_model(world_size: int, device: torch.device, dedup: bool = True) -> Any:
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
 
@@ -65,7 +65,7 @@ def shard_model(world_size: int, device: torch.device) -> Any:
     }
     fused_params = {"learning_rate": 0.1, "seed": 3}
     sharders = [
-        DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=True),
+        DynamicEmbeddingCollectionSharder(fused_params=dict(fused_params), use_index_dedup=dedup),
         DynamicEmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
     ]
     topology = Topology(world_size, device.type, local_world_size=local_world_size())
@@ -73,7 +73,7 @@ def shard_model(world_size: int, device: torch.device) -> Any:
     return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 
 
-def make_batches(rank: int, device: torch.device) -> list[Any]:
+def make_batches(rank: int, device: torch.device, counted: bool = False) -> list[Any]:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     generator = torch.Generator().manual_seed(rank)
@@ -83,7 +83,10 @@ def make_batches(rank: int, device: torch.device) -> list[Any]:
         batch_size = 0 if rank and step == 2 else 4
         lengths = torch.randint(0, 4, (4 * batch_size,), generator=generator)
         ids = torch.randint(-5, 5, (int(lengths.sum()),), generator=generator)
-        batch = KeyedJaggedTensor(keys=["f_d", "f_c", "f_b", "f_a"], values=ids, lengths=lengths, stride=batch_size)
+        # How often each occurrence counts; rank 0 says so in every other step only.
+        counts = torch.randint(1, 9, ids.shape, generator=generator) if counted and (rank or step % 2) else None
+        keys = ["f_d", "f_c", "f_b", "f_a"]
+        batch = KeyedJaggedTensor(keys=keys, values=ids, weights=counts, lengths=lengths, stride=batch_size)
         batches.append(batch.to(device))
     return batches
 
@@ -102,30 +105,32 @@ def contents(model: Any) -> dict[str, dict[int, tuple[int, list[float]]]]:
     return out
 
 
-def train(rank: int, world_size: int, pipelined: bool, kind: str) -> tuple[list[float], dict[str, Any]]:
+def train(
+    rank: int, world_size: int, pipelined: bool, kind: str, dedup: bool = True, counted: bool = False
+) -> tuple[list[float], dict[str, Any]]:
     # Without it the gradients of repeated ids are added in any order on a GPU.
     torch.use_deterministic_algorithms(kind == "cuda", warn_only=True)
     try:
-        return train_on(world_size, rank, pipelined, kind)
+        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        where = torch.device("cpu") if pipelined else device
+        return train_on(shard_model(world_size, device, dedup), device, pipelined, make_batches(rank, where, counted))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def train_on(world_size: int, rank: int, pipelined: bool, kind: str) -> tuple[list[float], dict[str, Any]]:
+def train_on(model: Any, device: torch.device, pipelined: bool, given: list[Any]) -> tuple[list[float], dict[str, Any]]:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    model = shard_model(world_size, device)
     optimizer = torch.optim.SGD([parameter for _, parameter in model.named_parameters()], lr=0.1)
     losses = []
     if pipelined:
         pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
-        batches = iter(make_batches(rank, torch.device("cpu")))
+        batches = iter(given)
         losses = [float(pipeline.progress(batches)) for _ in range(NUM_BATCHES)]
         with pytest.raises(StopIteration):
             pipeline.progress(batches)
     else:
-        for batch in make_batches(rank, device):
+        for batch in given:
             optimizer.zero_grad()
             loss, _ = model(batch)
             loss.backward()
@@ -134,9 +139,9 @@ def train_on(world_size: int, rank: int, pipelined: bool, kind: str) -> tuple[li
     return losses, contents(model)
 
 
-def check(pool: RankPool | GpuRanks, world_size: int, kind: str) -> None:
-    plain = pool.run(world_size, train, False, kind)
-    assert pool.run(world_size, train, True, kind) == plain
+def check(pool: RankPool | GpuRanks, world_size: int, kind: str, dedup: bool = True, counted: bool = False) -> None:
+    plain = pool.run(world_size, train, False, kind, dedup, counted)
+    assert pool.run(world_size, train, True, kind, dedup, counted) == plain
     assert len(plain[0][0]) == NUM_BATCHES and all(rows for _, tables in plain for rows in tables.values())
 
 
@@ -180,3 +185,9 @@ def check_refusal(pool: RankPool | GpuRanks, kind: str) -> None:
 
 def test_c04_a_bad_batch_on_one_rank_raises_on_all(ranks: RankPool) -> None:  # noqa: F811
     check_refusal(ranks, "cpu")
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_c10_counts_of_batches_survive_a_pipeline(ranks: RankPool, world_size: int, dedup: bool) -> None:  # noqa: F811
+    check(ranks, world_size, "cpu", dedup, True)

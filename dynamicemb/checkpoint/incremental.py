@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dynamicemb.aliases import also_named
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.sources import Collection, Table, find_collections, tables_of_modules
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
@@ -130,13 +131,14 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
     }
 
 
-def set_score(model: nn.Module, scores: Thresholds) -> None:
+@also_named(scores="table_score")
+def set_score(model: nn.Module, table_score: Thresholds) -> None:
     """Set the score that the following training lookups leave in CUSTOMIZED tables.
 
     Args:
         model: the model.
-        scores: for all CUSTOMIZED tables, or per collection and table. A collection is named by its path, or by the
-            path's last component where that is unique.
+        table_score: for all CUSTOMIZED tables, or per collection and table. A collection is named by its path, or by
+            the path's last component where that is unique.
 
     Raises:
         TypeError: a score is not an int, or those of a collection no mapping.
@@ -145,8 +147,8 @@ def set_score(model: nn.Module, scores: Thresholds) -> None:
     collections = _collections(model)
     if collections is None:
         return
-    if isinstance(scores, Mapping):
-        for name, of_tables in scores.items():
+    if isinstance(table_score, Mapping):
+        for name, of_tables in table_score.items():
             if not isinstance(of_tables, Mapping):
                 raise TypeError(f"scores of collection {name!r} must map tables to ints, got {of_tables!r}")
             _set_scores(_collection_named(name, collections), of_tables)
@@ -160,7 +162,7 @@ def set_score(model: nn.Module, scores: Thresholds) -> None:
     if not customized:
         raise ValueError("set_score needs score_strategy CUSTOMIZED, which no table of the model has")
     for module, name in customized:
-        module.set_score({name: scores})
+        module.set_score({name: table_score})
 
 
 def _set_scores(collection: Collection, scores: Mapping[str, int]) -> None:

@@ -104,13 +104,14 @@ class BatchedDynamicEmbeddingTablesV2(RowsInStateDict, _Module):  # noqa: D101
         return load_tables(request, tables, ranks).get("", {})
 
     def incremental_dump(
-        self, named_thresholds: Mapping[str, int], pg: Any = None
+        self, named_thresholds: Mapping[str, int] | None = None, pg: Any = None
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
         """Return the ids and weights of tables whose score is at least a threshold, and the next thresholds.
 
-        Arguments and errors are those of ``dynamicemb.incremental_dump.incremental_dump``, but all by table name.
+        Without thresholds that is all ids of all tables, with which a sequence of such calls begins. Arguments and
+        errors are those of ``dynamicemb.incremental_dump.incremental_dump``, but all by table name.
         """
-        found = incremental_dump(self, {"model": named_thresholds}, pg)
+        found = incremental_dump(self, 0 if named_thresholds is None else {"model": named_thresholds}, pg)
         assert found is not None
         rows, thresholds = found
         return rows.get("model", {}), thresholds.get("model", {})

@@ -100,7 +100,7 @@ class Table:
     def own_counter(self) -> Counter | None:
         """The counter of such ids that the user wrote, if there is one."""
         counter = self.options.admission_counter
-        return counter if isinstance(counter, Counter) else None
+        return counter if isinstance(counter, Counter) and self.options.admit_strategy is not None else None
 
     @property
     def has_counter(self) -> bool:

@@ -14,6 +14,7 @@ from dynamicemb.dynamicemb_config import (
     unsupported_options,
 )
 from dynamicemb.embedding.admission import build_admission
+from dynamicemb.embedding.memories import check_memories
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.score_function import translate
@@ -127,9 +128,7 @@ def check_options(
         if not isinstance(option, DynamicEmbTableOptions):
             raise TypeError(f"table_options of {name!r} must be a DynamicEmbTableOptions, got {type(option).__name__}")
         option.validate()
-        for field in ("dim", "init_capacity" if _grows_without_limit(option) else "max_capacity"):
-            if getattr(option, field) is None:
-                raise ValueError(f"{field} of table {name!r} is not set; give DynamicEmbTableOptions({field}=...)")
+        _check_sizes(name, option)
         if option.score_strategy is None:
             raise ValueError(f"score_strategy of table {name!r} is None: not a dynamic table; choose a strategy")
         refused = unsupported_options(option)
@@ -137,6 +136,15 @@ def check_options(
             raise UnsupportedOptionError(f"table {name!r}: " + "; ".join(refused))
     _check_agreement(options, names, pooling)
     return list(names)
+
+
+def _check_sizes(name: str, option: DynamicEmbTableOptions) -> None:
+    size = ("max_capacity", option.max_capacity)
+    if option.grows_without_limit:
+        size = ("init_capacity", option.init_capacity or option.max_capacity)
+    for field, value in (("dim", option.dim), size):
+        if value is None:
+            raise ValueError(f"{field} of table {name!r} is not set; give DynamicEmbTableOptions({field}=...)")
 
 
 def _check_agreement(
@@ -237,6 +245,7 @@ def build_group(
     """Allocate the tables of a module; ``options`` must have been checked."""
     first = options[0]
     check_device_ids(options, names, device)
+    check_memories(options, names, optimizer.kind, device)
     layouts = [_layout(option) for option in options]
     buckets = {bucket for _, _, bucket in layouts}
     if len(buckets) > 1:
@@ -340,14 +349,11 @@ def _is_given(value: Any, default: Any) -> bool:
     return not isinstance(value, Default) if isinstance(default, Default) else bool(value != default)
 
 
-def _grows_without_limit(option: DynamicEmbTableOptions) -> bool:
-    return option.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
-
-
 def _layout(option: DynamicEmbTableOptions) -> tuple[int, int | None, int]:
     """Return ``growing_bucket_layout`` of a table."""
     init = _set(option.init_capacity or option.max_capacity)
-    return growing_bucket_layout(init, option.max_capacity, option.bucket_capacity)
+    most = None if option.grows_without_limit else option.max_capacity
+    return growing_bucket_layout(init, most, option.bucket_capacity)
 
 
 def _score(option: DynamicEmbTableOptions) -> int:
@@ -374,12 +380,15 @@ def _set(value: int | None) -> int:
     return value
 
 
-def check_idle_arguments(
+def warn_about_idle_arguments(
     use_index_dedup: bool, prefetch_pipeline: bool, enforce_hbm: bool, bounds_check_mode: Any
 ) -> None:
-    """Refuse or warn about arguments that would have no effect."""
+    """Warn about arguments that are given and have no effect."""
     if prefetch_pipeline:
-        raise ValueError("prefetch_pipeline=True is not available in this version; use False")
+        warn(
+            "prefetch_pipeline=True has no effect: rows are not moved between memories, and the forward does all of "
+            "the work; leave it False"
+        )
     if use_index_dedup:
         warn("use_index_dedup has no effect on tables of one rank: repeated ids need no preparation; leave it False")
     if enforce_hbm:

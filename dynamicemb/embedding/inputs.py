@@ -1,15 +1,16 @@
 """Check and canonicalise what users pass to a lookup; nothing changes before everything is checked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
 _OFFSET_DTYPES = (torch.int64, torch.int32)
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+COUNT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # A frequency is a count of one batch; the bound keeps sums of scores far from the end of int64.
-_MAX_FREQUENCY = 2**31 - 1
+MAX_FREQUENCY = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Batch:
         batch_size: B.
         per_sample_weights: f32 ``[N]`` pooling weights, or None.
         frequencies: i64 ``[N]``, or None.
+        has_counts_as_weights: the frequencies were given as ``per_sample_weights``.
     """
 
     ids: torch.Tensor
@@ -29,6 +31,7 @@ class Batch:
     batch_size: int
     per_sample_weights: torch.Tensor | None
     frequencies: torch.Tensor | None
+    has_counts_as_weights: bool = False
 
 
 def check_ids(ids: torch.Tensor, device: torch.device, name: str = "indices") -> torch.Tensor:
@@ -72,6 +75,7 @@ def check_batch(
     per_sample_weights: torch.Tensor | None = None,
     frequency_counters: torch.Tensor | None = None,
     wait: bool = False,
+    counts_occurrences: bool = True,
 ) -> Batch:
     """Check the arguments of a lookup.
 
@@ -80,9 +84,10 @@ def check_batch(
         offsets: ``[F*B+1]`` bag boundaries.
         num_features: F.
         device: device of the tables.
-        per_sample_weights: floating ``[N]``.
-        frequency_counters: int64 ``[N]``, positive.
+        per_sample_weights: floating ``[N]``; integers are taken for `frequency_counters`.
+        frequency_counters: integers ``[N]``, positive.
         wait: whether to look at values also on a GPU, for which the host must wait.
+        counts_occurrences: whether it matters how often an id occurs; if not, integer weights are dropped.
 
     Raises:
         TypeError: a wrong dtype.
@@ -93,14 +98,26 @@ def check_batch(
     check_values = wait or device.type == "cpu"
     if check_values:
         _check_offset_values(offsets, ids.numel())
+    name, as_weights = "frequency_counters", False
     if per_sample_weights is not None:
         per_sample_weights = _check_weights(per_sample_weights, ids.numel(), device)
+        as_weights = not per_sample_weights.is_floating_point()
+        if as_weights:
+            if frequency_counters is not None:
+                raise ValueError(
+                    "per_sample_weights of integers are taken for frequency_counters, which are given too; give one of "
+                    "them, or floating weights"
+                )
+            name = "per_sample_weights of integers, which count,"
+            frequency_counters, per_sample_weights = per_sample_weights, None
     if frequency_counters is not None:
         frequency_counters = _check_frequencies(frequency_counters, ids.numel(), device)
-        if check_values:
-            _check_frequency_values(frequency_counters)
+        if as_weights and not counts_occurrences:
+            frequency_counters = None
+        elif check_values:
+            _check_frequency_values(frequency_counters, name)
     batch_size = (offsets.numel() - 1) // num_features
-    return Batch(ids, offsets, batch_size, per_sample_weights, frequency_counters)
+    return Batch(ids, offsets, batch_size, per_sample_weights, frequency_counters, as_weights)
 
 
 def _check_shape(tensor: torch.Tensor, device: torch.device, name: str, size: int | None = None) -> None:
@@ -114,26 +131,61 @@ def _check_shape(tensor: torch.Tensor, device: torch.device, name: str, size: in
         raise ValueError(f"{name} has {tensor.numel()} entries for {size} ids; give one per id")
 
 
-def check_effects(batch: Batch, is_pooled: bool, counts_occurrences: bool, unsupported: tuple[Any, ...]) -> None:
+def check_effects(batch: Batch, is_pooled: bool, counts_occurrences: bool) -> None:
     """Refuse arguments that would do nothing.
 
     Args:
         batch: the batch.
         is_pooled: whether bags are pooled.
         counts_occurrences: whether it matters how often an id occurs.
-        unsupported: those that only static tables know.
 
     Raises:
         ValueError: as said.
     """
-    names = ("feature_requires_grad", "batch_size_per_feature_per_rank", "total_unique_indices")
-    for name, value in zip(names, unsupported, strict=False):
-        if value is not None:
-            raise ValueError(f"{name} has no effect on dynamic tables and must be None")
     if batch.per_sample_weights is not None and not is_pooled:
         raise ValueError("per_sample_weights weigh the rows of a bag, but pooling_mode is NONE; use SUM or MEAN")
     if batch.frequencies is not None and not counts_occurrences:
         raise ValueError("frequency_counters has no effect: only score_strategy LFU and admission count; leave it out")
+
+
+def check_batch_sizes(sizes: Sequence[Sequence[int]] | None, num_features: int, batch_size: int) -> None:
+    """Check that all features have the samples of the offsets.
+
+    Args:
+        sizes: of each feature, its samples by rank; None says nothing.
+        num_features: F.
+        batch_size: B.
+
+    Raises:
+        TypeError: something else than lists of ints.
+        ValueError: other numbers.
+    """
+    if sizes is None:
+        return
+    try:
+        of_features = [sum(of_ranks) for of_ranks in sizes]
+    except TypeError:
+        raise TypeError(
+            f"batch_size_per_feature_per_rank must list, for each feature, its samples by rank, got {sizes!r}"
+        ) from None
+    if of_features != [batch_size] * num_features:
+        raise ValueError(
+            f"batch_size_per_feature_per_rank={sizes!r}, but by the offsets each of the {num_features} features has "
+            f"{batch_size} samples; batches of variable size per feature are not supported, leave it None"
+        )
+
+
+def asks_to_freeze(feature_requires_grad: torch.Tensor) -> bool:
+    """Say whether some feature is not to be trained; on a GPU, where the host would have to wait, say yes.
+
+    Raises:
+        TypeError: not a tensor.
+    """
+    if not isinstance(feature_requires_grad, torch.Tensor):
+        raise TypeError(
+            f"feature_requires_grad must be a tensor or None, got {type(feature_requires_grad).__name__}; leave it None"
+        )
+    return feature_requires_grad.device.type != "cpu" or not bool(feature_requires_grad.all())
 
 
 def _check_offsets(offsets: torch.Tensor, num_ids: int, num_features: int, device: torch.device) -> torch.Tensor:
@@ -165,7 +217,7 @@ def _check_offset_values(offsets: torch.Tensor, num_ids: int) -> None:
 def _check_weights(weights: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"per_sample_weights must be a tensor, got {type(weights).__name__}")
-    if weights.dtype not in _WEIGHT_DTYPES:
+    if weights.dtype not in _WEIGHT_DTYPES + COUNT_DTYPES:
         raise TypeError(
             f"per_sample_weights must be floating pooling weights, got {weights.dtype}; "
             "integer counts of how often an id occurred go into frequency_counters"
@@ -177,7 +229,7 @@ def _check_weights(weights: torch.Tensor, num_ids: int, device: torch.device) ->
 def _check_frequencies(frequencies: torch.Tensor, num_ids: int, device: torch.device) -> torch.Tensor:
     if not isinstance(frequencies, torch.Tensor):
         raise TypeError(f"frequency_counters must be a tensor, got {type(frequencies).__name__}")
-    if frequencies.dtype not in (torch.int64, torch.int32):
+    if frequencies.dtype not in COUNT_DTYPES:
         raise TypeError(
             f"frequency_counters must be int64 or int32, got {frequencies.dtype}; "
             "floating pooling weights go into per_sample_weights"
@@ -186,12 +238,11 @@ def _check_frequencies(frequencies: torch.Tensor, num_ids: int, device: torch.de
     return frequencies.to(torch.int64).contiguous()
 
 
-def _check_frequency_values(frequencies: torch.Tensor) -> None:
+def _check_frequency_values(frequencies: torch.Tensor, name: str) -> None:
     if not frequencies.numel():
         return
     lowest, highest = int(frequencies.min()), int(frequencies.max())
-    if lowest < 1 or highest > _MAX_FREQUENCY:
+    if lowest < 1 or highest > MAX_FREQUENCY:
         raise ValueError(
-            f"frequency_counters must be in 1..{_MAX_FREQUENCY}, got {lowest}..{highest}; "
-            "leave ids out that do not count"
+            f"{name} must be in 1..{MAX_FREQUENCY}, got {lowest}..{highest}; leave ids out that do not count"
         )

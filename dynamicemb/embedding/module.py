@@ -1,5 +1,6 @@
 """``BatchedDynamicEmbeddingTablesV2``: lookups with autograd and a fused optimizer over a group of dynamic tables."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynamicemb.aliases import also_named
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
 from dynamicemb.embedding.admission import refuse_capture
 from dynamicemb.embedding.averaging import never_averaged
@@ -16,22 +18,24 @@ from dynamicemb.embedding.construct import (
     build_group,
     check_device,
     check_features,
-    check_idle_arguments,
     check_options,
     check_output_dtype,
     check_pooling_mode,
     check_seed,
     strategy_name,
+    warn_about_idle_arguments,
     weights_dtype,
 )
+from dynamicemb.embedding.contents import TableContents
 from dynamicemb.embedding.freezing import frozen_among, holders_alone
-from dynamicemb.embedding.inputs import Batch, check_batch, check_effects, check_ids, check_rows
+from dynamicemb.embedding.inputs import Batch, check_batch, check_effects
 from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
+from dynamicemb.embedding.reference_calls import ReferenceCalls
+from dynamicemb.embedding.unknown_arguments import warn_about_unknown
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.score_strategy import score_dump_permutation
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
@@ -43,7 +47,7 @@ from dynamicemb.warn import warn
 
 
 @never_averaged
-class BatchedDynamicEmbeddingTablesV2(nn.Module):
+class BatchedDynamicEmbeddingTablesV2(ReferenceCalls, TableContents, nn.Module):
     """Dynamic embedding tables that are looked up and trained together.
 
     The input of a lookup is ragged and feature-major. With F = 2 features and B = 2 samples::
@@ -97,15 +101,16 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         cowclip_regularization: Any = None,
         *,
         seed: int | None = None,
+        **unknown: Any,
     ) -> None:
         """Allocate the tables.
 
         Args:
-            table_options: one per table; ``dim`` and ``max_capacity`` (NO_EVICTION: ``init_capacity``) must be set.
+            table_options: one per table; ``dim`` and ``max_capacity`` (NO_EVICTION: one of the capacities) must be set.
             table_names: distinct names; the initial values of rows depend on them. None: ``table_0``, ``table_1``, ...
             feature_table_map: the table of each feature, in order; None is one feature per table.
             use_index_dedup: has no effect, since repeated ids need no preparation here, and warns.
-            prefetch_pipeline: must be False in this version.
+            prefetch_pipeline: has no effect, since all rows are in the memory of their device, and warns.
             pooling_mode: SUM, MEAN or NONE.
             output_dtype: float32, float16 or bfloat16.
             device: where the tables live; None is the current CUDA device, or the CPU where there is none.
@@ -129,16 +134,18 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             counter_based_regularization: see ``max_norm``.
             cowclip_regularization: see ``max_norm``.
             seed: seed of the initial values; None is ``torch.initial_seed()``.
+            **unknown: have no effect; each warns, and names the argument that may be meant.
 
         Raises:
-            TypeError: an argument of the wrong type, or an unknown one.
+            TypeError: an argument of the wrong type.
             ValueError: a value out of range, or tables that cannot share a module.
             UnsupportedOptionError: a legal option that this version cannot honour.
         """
         super().__init__()
         pooling_mode = check_pooling_mode(pooling_mode)
         names = check_options(table_options, table_names, pooling_mode)
-        check_idle_arguments(use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode)
+        warn_about_idle_arguments(use_index_dedup, prefetch_pipeline, enforce_hbm, bounds_check_mode)
+        warn_about_unknown(type(self).__name__, unknown, MODULE_ARGUMENTS)
         check_output_dtype(output_dtype)
         spec = OptimizerSpec.create(
             optimizer,
@@ -169,6 +176,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         self.max_D = max(self.dims)
         self.total_D = self._features.column_offsets[-1]
         device = check_device(device)
+        self._begin_saying(prefetch_pipeline)
         # Tables made in inference mode could only be changed there.
         with torch.inference_mode(False):
             self._group = build_group(table_options, names, spec, check_seed(seed), device)
@@ -210,11 +218,6 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         return self._group
 
     @property
-    def cache(self) -> None:
-        """None: one index serves all memories, there is no separate cache."""
-        return None
-
-    @property
     def table_names(self) -> list[str]:
         """Names of the tables."""
         return list(self._group.names)
@@ -228,11 +231,6 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def feature_offsets(self) -> list[int]:
         """First feature of every table, and the number of features, ``T+1``."""
         return list(self._features.first_features)
-
-    def _table(self, name: str) -> int:
-        if name not in self._group.names:
-            raise ValueError(f"table_name {name!r} is unknown; this module has {', '.join(self._group.names)}")
-        return self._group.names.index(name)
 
     # Lookup
 
@@ -254,10 +252,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         Args:
             indices: int64, int32 or uint64 ``[N]``, feature-major; every value is a legal id.
             offsets: int64 or int32 ``[F*B+1]``, bag boundaries.
-            per_sample_weights: floating ``[N]`` pooling weights with gradient, for SUM and MEAN.
-            feature_requires_grad: not supported; must be None.
-            batch_size_per_feature_per_rank: not supported; must be None.
-            total_unique_indices: not needed; must be None.
+            per_sample_weights: floating ``[N]`` pooling weights with gradient, for SUM and MEAN. Integers are taken for
+                ``frequency_counters``, with a warning, and never weigh rows.
+            feature_requires_grad: has no effect and warns, unless all are 1: all features train. On a GPU, where the
+                host would have to wait for the answer, all warn.
+            batch_size_per_feature_per_rank: samples of each feature by rank; all features must have B.
+            total_unique_indices: has no effect and warns.
             frequency_counters: int64 ``[N]``, how often each occurrence counts for an LFU score and for admission; None
                 is once. Tables that count for neither ignore it.
 
@@ -266,16 +266,17 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
         Raises:
             TypeError: a wrong dtype.
-            ValueError: a wrong shape or device; on the CPU, and with a table of ``safe_check_mode`` ERROR, also a wrong
-                offset or frequency. Else these are clamped and counted on a GPU, since to look at them the host would
-                have to wait.
+            ValueError: a wrong shape or device, features of different batch sizes, or counts given twice; on the CPU,
+                and with a table of ``safe_check_mode`` ERROR, also a wrong offset or frequency. Else these are clamped
+                and counted on a GPU, since to look at them the host would have to wait.
             InsertFailedError: ids of a table of mode ERROR would find no slot; nothing has changed, but that tables
                 which grow may have more room.
             DynamicEmbError: a CUSTOMIZED table without a score; mode ERROR inside a CUDA graph capture.
         """
         with phase("check"):
             batch, layout = self._checked(indices, offsets, per_sample_weights, frequency_counters)
-            self._check_arguments(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
+            self._check_arguments(batch)
+            self._say_what_is_idle(batch, feature_requires_grad, batch_size_per_feature_per_rank, total_unique_indices)
         if not self.training:
             return self._evaluate(batch, layout)
         return self._lookup_and_insert(batch, layout)
@@ -305,16 +306,19 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     ) -> tuple[Batch, FeatureLayout]:
         self.insert_checks.refuse_capture()
         wait = wait or self.insert_checks.raises_here
-        inputs = (per_sample_weights, frequency_counters)
-        batch = check_batch(indices, offsets, self.feature_num, self._group.device, *inputs, wait=wait)
+        group = self._group
+        inputs = (indices, offsets, self.feature_num, group.device, per_sample_weights, frequency_counters)
+        batch = check_batch(*inputs, wait=wait, counts_occurrences=group.counts_occurrences)
+        if batch.has_counts_as_weights:
+            self._say_what_counts()
         layout = self._layout
         if layout.batch_size != batch.batch_size:
             layout = self._layout = replace(layout, batch_size=batch.batch_size)
         return batch, layout
 
-    def _check_arguments(self, batch: Batch, *unsupported: Any) -> None:
+    def _check_arguments(self, batch: Batch) -> None:
         is_pooled = self.pooling_mode is not DynamicEmbPoolingMode.NONE
-        check_effects(batch, is_pooled, self._group.counts_occurrences, unsupported)
+        check_effects(batch, is_pooled, self._group.counts_occurrences)
         self.check_ready()
 
     def check_ready(self) -> None:
@@ -385,9 +389,10 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
     # Settings
 
-    def set_learning_rate(self, learning_rate: float | torch.Tensor) -> None:
+    @also_named(learning_rate="lr")
+    def set_learning_rate(self, lr: float | torch.Tensor) -> None:
         """Set the learning rate of the following backward calls; a floating tensor of one element may change later."""
-        self.optimizer_settings.set_learning_rate(learning_rate)
+        self.optimizer_settings.set_learning_rate(lr)
 
     def frozen_tables(self) -> tuple[int, ...]:
         """Return the tables that are not trained at present, all after ``requires_grad_(False)``."""
@@ -395,16 +400,19 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
             return tuple(range(len(self.dims)))
         return frozen_among(self.weight_holders)
 
-    def set_score(self, scores: dict[str, int]) -> None:
+    @also_named(scores="named_score")
+    def set_score(self, named_score: Mapping[str, int]) -> None:
         """Set the score that the following training lookups leave, per table name (CUSTOMIZED); warns if it decreases.
 
         Raises:
             TypeError: not a mapping, or a score that is not an int.
             ValueError: an unknown table, a score outside 1..2^63-1, or another strategy.
         """
-        if not isinstance(scores, Mapping):
-            raise TypeError(f"scores must map table names to ints, got {scores!r}; call set_score({{'name': 1}})")
-        for name, value in scores.items():
+        if not isinstance(named_score, Mapping):
+            raise TypeError(
+                f"named_score must map table names to ints, got {named_score!r}; call set_score({{'name': 1}})"
+            )
+        for name, value in named_score.items():
             if self._group.options.strategies[self._table(name)] != SCORE_CUSTOMIZED:
                 raise ValueError(
                     f"set_score needs score_strategy CUSTOMIZED, which table {name!r} does not have; "
@@ -414,7 +422,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 raise TypeError(f"score of table {name!r} must be an int, got {value!r}")
             if not 0 < value <= MAX_SCORE:
                 raise ValueError(f"score of table {name!r} must be in 1..{MAX_SCORE}, got {value}")
-        for name, value in scores.items():
+        for name, value in named_score.items():
             table = self._table(name)
             before = self._group.get_score(table)
             if value < before and warning_for_cstm_score():
@@ -435,102 +443,6 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         timed = [strategy in TIMED_SCORES for strategy in group.options.strategies]
         now = group.now() if any(timed) else 0
         return {name: now if timed[t] else group.get_score(t) for t, name in enumerate(group.names)}
-
-    # Contents
-
-    def insert(self, table_name: str, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Import rows, for example of a pretrained table; ids already there are overwritten, new ones are admitted.
-
-        Args:
-            table_name: which table.
-            ids: int64, int32 or uint64 ``[N]``; of repeated ids the last counts.
-            rows: floating ``[N, D]`` weights. Optimizer state of new ids starts at its initial value, that of others
-                stays. The ids are touched as by a lookup; STEP gives them the number of the next training forward.
-
-        Returns:
-            bool ``[N]``: False where the id's bucket had no place for it.
-
-        Raises:
-            InsertFailedError: there are such ids and the table has ``safe_check_mode`` ERROR; nothing has changed.
-        """
-        table = self._table(table_name)
-        ids = check_ids(ids, self._group.device, "ids")
-        check_rows(rows, ids.numel(), self.dims[table], self._group.device)
-        self._check_scores([table])
-        with self._group.lock:
-            self.insert_checks.before_import(table, ids)
-            inserted = self._group.assign(table, ids, rows.detach())
-            self.insert_checks.after_insert()
-        return inserted
-
-    def contains(self, table_name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return bool ``[N]``: which ids a table holds; changes nothing."""
-        return self._group.contains(self._table(table_name), check_ids(ids, self._group.device, "ids"))
-
-    def erase(self, table_name: str, ids: torch.Tensor) -> int:
-        """Remove ids from a table; returns how many were there. An erased id that returns starts fresh."""
-        return self._group.erase(self._table(table_name), check_ids(ids, self._group.device, "ids"))
-
-    def erase_expired(self, table_name: str) -> int:
-        """Free the places of ids that have outlived a table's ``ttl``; returns how many, 0 where it has none."""
-        return self._group.erase_expired(self._table(table_name))
-
-    def export_keys_values(
-        self, table_name: str, device: torch.device | str, batch_size: int = 65536
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all ids and weights of a table.
-
-        Args:
-            table_name: which table.
-            device: where the result goes.
-            batch_size: rows copied at a time, at least 1.
-
-        Returns:
-            ``(ids i64[M], weights f32[M, D])``, in slot order.
-
-        Raises:
-            TypeError: ``batch_size`` is not an int.
-            ValueError: ``batch_size`` is below 1, or the table is unknown.
-        """
-        table = self._table(table_name)
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool):
-            raise TypeError(f"batch_size must be an int, got {batch_size!r}; use for example 65536")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}; use for example 65536")
-        with self._group.lock:
-            slots = self._group.scan(table)
-            ids = self._group.index.keys[slots].to(device)
-            weights = torch.empty(slots.numel(), self.dims[table], dtype=torch.float32, device=device)
-            for begin in range(0, slots.numel(), batch_size):
-                rows = self._group.index.rows[slots[begin : begin + batch_size]]
-                weights[begin : begin + batch_size] = self._group.read(table, rows)[0].to(device)
-        return ids, weights
-
-    def export_scores(self, table_name: str, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all ids and scores of a table; ids as ``export_keys_values`` lists them.
-
-        Args:
-            table_name: which table.
-            device: where the result goes.
-
-        Returns:
-            ``(ids i64[M], scores i64[M])``; scores are ``[M, 2]`` for a compound strategy, in the order of its tuple.
-        """
-        table = self._table(table_name)
-        group = self._group
-        with group.lock:
-            slots = group.scan(table)
-            columns = torch.stack(group.scores(table, slots), 1).to(device)
-            ids = group.index.keys[slots].to(device)
-        ordered = columns[:, score_dump_permutation(self.table_options[table].score_strategy)]
-        return ids, ordered if ordered.shape[1] > 1 else ordered[:, 0]
-
-    def flush(self) -> None:
-        """Write cached rows back: none are, rows have one place."""
-
-    def split_embedding_weights(self) -> list[torch.Tensor]:
-        """Return one empty ``(1, 1)`` placeholder per table, where TorchRec expects weights."""
-        return [torch.empty(1, 1, device=self._group.device) for _ in self.dims]
 
     # Reports
 
@@ -592,6 +504,12 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
                 "construct the module with device= and DynamicEmbTableOptions(embedding_dtype=) instead of moving it"
             )
         return super()._apply(fn, recurse)
+
+
+MODULE_ARGUMENTS = frozenset(inspect.signature(BatchedDynamicEmbeddingTablesV2.__init__).parameters) - {
+    "self",
+    "unknown",
+}
 
 
 def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.Tensor) -> Lookup:

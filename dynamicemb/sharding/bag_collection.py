@@ -22,11 +22,11 @@ from dynamicemb.sharding.check_params import check_fused_params, weights_of
 from dynamicemb.sharding.check_plan import checked_plan
 from dynamicemb.sharding.constraints import is_dynamic, plan_for_our_tables
 from dynamicemb.sharding.empty_batch import bags_without_padding
+from dynamicemb.sharding.kernels import needs_counts
 from dynamicemb.sharding.pooled_output import RwPooledSharding
 from dynamicemb.sharding.requests import let_go_of_graphs
 from dynamicemb.sharding.sent_batch import Sending
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
-from dynamicemb.sharding.torchrec_compat import replace_values
 from dynamicemb.sharding.weight_gradients import (
     WeightedContext,
     check_gradients,
@@ -56,6 +56,8 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         self._has_mean_pooling_callback = False
         self._averages = averages_of(self.sharding_type_to_sharding_infos)
         self._has_seen_batch = False
+        options = [self.module_sharding_plan[name].dynamicemb_options for name in self.dynamic_table_names()]
+        self.reads_counts = not self._is_weighted and needs_counts(options)
         self.finish_building()
 
     @classmethod
@@ -153,19 +155,11 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         if sending.error is not None:
             # An empty batch went in its place, and all ranks will raise.
             return awaitable
-        places = self._places(batch)
+        places = self.places_of_parts(batch)
         for i, (context, part) in enumerate(zip(ctx.sharding_contexts, places, strict=True)):
             position = getattr(self._input_dists[i], "unbucketize_permute_tensor", None)
             ctx.sharding_contexts[i] = WeightedContext(context, sent_weights(weights, part, position))
         return awaitable
-
-    def _places(self, batch: KeyedJaggedTensor) -> list[torch.Tensor]:
-        """Return, for each sharding, which occurrences of a batch its input dist got, i64 ``[M]``."""
-        places = torch.arange(batch.values().numel(), device=batch.device())
-        numbered = replace_values(batch, places, batch.lengths())
-        if self._has_features_permute:
-            numbered = numbered.permute(self._features_order, self._features_order_tensor)
-        return [part.values() for part in numbered.split(self._feature_splits)]
 
     def compute(self, ctx: DynamicBagContext, dist_input: Any) -> list[torch.Tensor]:
         """Look up; see TorchRec's method."""

@@ -37,8 +37,13 @@ def check_constraint(name: str, constraint: DynamicEmbParameterConstraints, comp
 
 
 def warn_about_capacities(name: str, given: DynamicEmbTableOptions, planned: DynamicEmbTableOptions) -> None:
-    """Warn about capacities that the embedding config overrules; options without a limit warn themselves."""
-    if given.max_capacity not in (None, planned.max_capacity) and planned.max_capacity is not None:
+    """Warn about capacities that the embedding config overrules."""
+    if given.max_capacity is not None and planned.max_capacity is None:
+        warn(
+            f"max_capacity={given.max_capacity} of dynamic table {name!r} has no effect: num_embeddings decides about "
+            "its first size, unless init_capacity asks for more; leave max_capacity None",
+        )
+    elif given.max_capacity not in (None, planned.max_capacity):
         warn(
             f"max_capacity={given.max_capacity} of dynamic table {name!r} has no effect: num_embeddings makes it "
             f"{planned.max_capacity} on each rank; leave max_capacity None and set num_embeddings",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.embedding.inputs import COUNT_DTYPES, MAX_FREQUENCY
 from dynamicemb.sharding.torchrec_compat import as_kjt
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
@@ -25,6 +26,7 @@ class Wanted:
     Attributes:
         names: its features.
         weighted: whether it reads pooling weights.
+        counted: whether it takes integer weights for how often each occurrence counts.
         weights_come_later: whether a batch may come without them.
         missing_as_empty: whether a feature that the batch lacks is read as one without ids.
         checks_on_device: whether somebody asks what a GPU finds out about lengths; only exchanges of dynamic tables do.
@@ -37,6 +39,7 @@ class Wanted:
     missing_as_empty: bool
     checks_on_device: bool
     device: torch.device
+    counted: bool = False
 
 
 def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
@@ -107,6 +110,35 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
     return batch, contradicts
 
 
+def read_counts(features: Any, wanted: Wanted) -> torch.Tensor | None:
+    """Return how often each occurrence of a batch counts, i64 ``[N]``; None is once.
+
+    Args:
+        features: what `read_features` has accepted.
+        wanted: what the collection reads.
+
+    Raises:
+        ValueError: not one for each id, or, on the CPU, a number out of range.
+
+    Host sync: none on a GPU, where lookups clamp numbers that are out of range.
+    """
+    kjt = as_kjt(features)
+    counts = kjt.weights_or_none() if wanted.counted else None
+    if counts is None or counts.dtype not in COUNT_DTYPES or kjt.variable_stride_per_key():
+        return None
+    _check_part("weights", counts, COUNT_DTYPES, wanted.device)
+    if counts.numel() != kjt.values().numel():
+        raise ValueError(f"features: {counts.numel()} weights for {kjt.values().numel()} ids; give one per id")
+    if counts.device.type == "cpu" and counts.numel():
+        lowest, highest = (int(bound) for bound in counts.aminmax())
+        if lowest < 1 or highest > MAX_FREQUENCY:
+            raise ValueError(
+                f"features: weights of integers, which count, must be in 1..{MAX_FREQUENCY}, got {lowest}..{highest}; "
+                "leave ids out that do not count"
+            )
+    return counts.to(torch.int64)
+
+
 def check_weights(batches: Iterable[KeyedJaggedTensor], weighted: bool) -> None:
     """Check that batches have pooling weights, if their collection is weighted.
 
@@ -154,7 +186,10 @@ def _checked_weights(kjt: KeyedJaggedTensor, wanted: Wanted) -> torch.Tensor | N
     if weights is None:
         return None
     if not weights.dtype.is_floating_point:
-        raise TypeError(f"features: weights must be floating pooling weights, got {weights.dtype}; use .float()")
+        raise TypeError(
+            f"features: weights must be floating pooling weights, got {weights.dtype}; use .float(), or, for counts, a "
+            "collection that is not weighted"
+        )
     _check_part("weights", weights, (weights.dtype,), wanted.device)
     if weights.numel() != kjt.values().numel():
         raise ValueError(f"features: {weights.numel()} weights for {kjt.values().numel()} ids; give one per id")

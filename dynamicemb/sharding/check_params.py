@@ -1,7 +1,5 @@
 """Check fused_params before TorchRec hands them on, and divide them between dynamic tables and FBGEMM's."""
 
-import difflib
-import inspect
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -12,7 +10,8 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.embedding.module import MODULE_ARGUMENTS
+from dynamicemb.embedding.unknown_arguments import suggestion, warn_about_unknown
 from dynamicemb.optimizer import OptimizerArgs
 from dynamicemb.sharding.constraints import is_dynamic
 from dynamicemb.sharding.fields import asks
@@ -24,18 +23,15 @@ from dynamicemb.sharding.torchrec_compat import (
 )
 from dynamicemb.warn import warn
 
-_MODULE_PARAMS = frozenset(inspect.signature(BatchedDynamicEmbeddingTablesV2.__init__).parameters) - {"self"}
 _BY_MODEL = frozenset({"device", "feature_table_map", "pooling_mode", "table_names", "table_options"})
 # What the module takes and has no use for under a sharder.
 _IDLE = frozenset({"bounds_check_mode", "enforce_hbm", "prefetch_pipeline", "use_index_dedup"})
 _ADAMS_PAIR = "betas"
-ACTING_PARAMS = (_MODULE_PARAMS - _BY_MODEL - _IDLE) | {_ADAMS_PAIR, "use_one_tbe_per_table"}
+ACTING_PARAMS = (MODULE_ARGUMENTS - _BY_MODEL - _IDLE) | {_ADAMS_PAIR, "use_one_tbe_per_table"}
 _REMEDIES = {
     "use_index_dedup": "set use_index_dedup=True of DynamicEmbeddingCollectionSharder itself",
     "weights_precision": "data_type of the embedding config decides",
 }
-# Names that differ too much for difflib.
-_MEANT = {"lr": "learning_rate", "optim": "optimizer", "wd": "weight_decay"}
 
 # What apply_optimizer_in_backward may attach to a parameter beside this.
 _OPTIMIZER_PARAMS = (ACTING_PARAMS & {field.name for field in fields(OptimizerArgs)}) | {
@@ -71,18 +67,29 @@ def idle_params() -> frozenset[str]:
     return (TORCHREC_ONLY_PARAMS | fbgemm_params() | _IDLE) - ACTING_PARAMS - _BY_MODEL - {"embedding_specs"}
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Check the names of fused_params of dynamic tables.
+def unknown_params(names: Iterable[str]) -> list[str]:
+    """Return the names of fused_params that neither dynamic nor static tables know.
 
     Raises:
-        TypeError: an unknown name, for which it suggests a known one, or what the model decides.
+        TypeError: one of them is what the model decides.
     """
-    for name in sorted(set(names) - ACTING_PARAMS - idle_params()):
-        if name in _BY_MODEL:
+    unknown = sorted(set(names) - ACTING_PARAMS - idle_params())
+    for name in unknown:
+        if name in _BY_MODEL or name == "embedding_specs":
             raise TypeError(f"fused_params has {name!r}, which the embedding configs and the plan decide; remove it")
-        close = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, ACTING_PARAMS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(ACTING_PARAMS))}"
-        raise TypeError(f"fused_params has {name!r}, which dynamic tables do not know; {hint}")
+    return unknown
+
+
+def _check_unknown(params: dict[str, Any], static: list[str]) -> None:
+    unknown = unknown_params(params)
+    if unknown and static:
+        # FBGEMM would raise, too late to say more than the name.
+        hint = suggestion(unknown[0], ACTING_PARAMS)
+        raise TypeError(
+            f"fused_params has {unknown[0]!r}, which neither dynamic tables nor static ones know, such as {static}; "
+            f"{hint}"
+        )
+    warn_about_unknown("fused_params", {name: params[name] for name in unknown}, ACTING_PARAMS)
 
 
 def check_fused_params(
@@ -100,7 +107,7 @@ def check_fused_params(
         device: of the sharded module; None is the CPU, as for TorchRec.
 
     Raises:
-        TypeError: an unknown name.
+        TypeError: what the model decides, or an unknown name where there are static tables too.
         ValueError: an argument of a table's own optimizer that no dynamic table has, or an optimizer that FBGEMM lacks
             on the CPU, for static tables there.
     """
@@ -110,7 +117,7 @@ def check_fused_params(
     dense = EmbeddingComputeKernel.DENSE.value
     static = [name for name, entry in plan.items() if not is_dynamic(entry) and entry.compute_kernel != dense]
     if dynamic:
-        check_names(params)
+        _check_unknown(params, static)
         _warn_about_idle(params, dynamic, static)
     for name in dynamic:
         if name in weights:
@@ -162,16 +169,16 @@ def _check_static_on_cpu(params: dict[str, Any], static: list[str], weights: dic
 
 def arguments_of_module(params: dict[str, Any]) -> dict[str, Any]:
     """Return what of checked fused_params of dynamic tables their module takes."""
-    arguments = {name: value for name, value in params.items() if name not in idle_params() | _TORCH_ARGUMENTS.keys()}
+    unknown = unknown_params(params)
+    arguments = {name: value for name, value in params.items() if name not in idle_params().union(unknown)}
     _split_pair(arguments)
-    check_names(arguments)
     return arguments
 
 
 def drop_own_params(params: dict[str, Any]) -> None:
     """Remove from the fused_params of a static table, in place, what FBGEMM does not know."""
     _split_pair(params)
-    for name in _MODULE_PARAMS - fbgemm_params():
+    for name in MODULE_ARGUMENTS - fbgemm_params():
         params.pop(name, None)
 
 

@@ -20,7 +20,7 @@ from dynamicemb.sharding.dedup import Deduplication
 from dynamicemb.sharding.empty_batch import sequences_without_padding
 from dynamicemb.sharding.kernels import needs_counts
 from dynamicemb.sharding.requests import let_go_of_graphs
-from dynamicemb.sharding.sent_batch import Sending
+from dynamicemb.sharding.sent_batch import Sending, forget_counts
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
     DynamicRwSequenceSharding,
@@ -65,6 +65,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
                 "use_index_dedup=True cannot be combined with TorchRec's feature-score eviction of virtual tables in a "
                 "collection with dynamic tables; use use_index_dedup=False"
             )
+        self.reads_counts = needs_counts(options)
         self.finish_building()
 
     @classmethod
@@ -95,6 +96,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
     def compute(self, ctx: DynamicCollectionContext, dist_input: Any) -> list[torch.Tensor]:
         """Look up; see TorchRec's method."""
         check_input_dist(ctx, self.dynamic_table_names())
+        self._forget_counts(ctx, dist_input)
         looked_up: list[torch.Tensor] = super().compute(ctx, dist_input)
         return looked_up
 
@@ -124,7 +126,12 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
     def compute_and_output_dist(self, ctx: DynamicCollectionContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
+        self._forget_counts(ctx, input)
         return _unpadded(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _forget_counts(self, ctx: Any, dist_input: Any) -> None:
+        for context, batch in zip(getattr(ctx, "sharding_contexts", []), dist_input, strict=False):
+            forget_counts(context, batch, self._env.rank)
 
     def _create_hash_size_info(self, *args: Any, **kwargs: Any) -> None:
         """Prepare the deduplication, where TorchRec prepares its own; ours needs no table sizes."""
@@ -142,8 +149,12 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         self, ctx: EmbeddingCollectionContext, input_feature_splits: list[KeyedJaggedTensor]
     ) -> list[KeyedJaggedTensor]:
         deduplicated = []
-        for deduplicate, features in zip(self._deduplications, input_feature_splits, strict=True):
-            unique, reverse = deduplicate(features)
+        # From here on counts travel as weights, also where each occurrence counts once.
+        counts, self._sending.counts = self._sending.counts, None
+        shardings = zip(self._deduplications, self._shardings(), input_feature_splits, strict=True)
+        for deduplicate, sharding, features in shardings:
+            is_dynamic_part = isinstance(sharding, DynamicRwSequenceSharding)
+            unique, reverse = deduplicate(features, counts if is_dynamic_part else None)
             ctx.input_features.append(features)
             ctx.reverse_indices.append(reverse)
             deduplicated.append(unique)

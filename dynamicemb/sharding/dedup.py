@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.embedding.inputs import MAX_FREQUENCY
+
 
 class Deduplication:
     """Keeps one occurrence of every id per table.
@@ -28,11 +30,14 @@ class Deduplication:
         # Narrow: a radix sort takes one pass for each 8 bits of the type.
         self._narrow_tables = self._tables.to(torch.int16)[:, None]
 
-    def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+    def __call__(
+        self, features: KeyedJaggedTensor, counts: torch.Tensor | None = None
+    ) -> tuple[KeyedJaggedTensor, torch.Tensor]:
         """Deduplicate a batch.
 
         Args:
             features: ids ``[N]`` of F features and B samples.
+            counts: i64 ``[N]``, how often each occurrence counts; None is once.
 
         Returns:
             ``(unique, reverse)``: ids ``[U]``, spread evenly over the bags of their table so that it stays a valid
@@ -59,7 +64,7 @@ class Deduplication:
             keys=features.keys(),
             values=unique.ids,
             lengths=self._spread(unique.per_table, batch_size).to(features.lengths().dtype),
-            weights=pack_counts(unique.counts) if self._with_counts else None,
+            weights=pack_counts(_summed(unique, counts)) if self._with_counts else None,
             stride=batch_size,
             length_per_key=self._length_per_key(num_unique, batch_size),
         )
@@ -104,6 +109,14 @@ class Unique:
     def cut(self, num_unique: int) -> "Unique":
         """Return the first ids only; what stands behind them is padding."""
         return Unique(self.ids[:num_unique], self.reverse, self.counts[:num_unique], self.per_table)
+
+
+def _summed(unique: Unique, counts: torch.Tensor | None) -> torch.Tensor:
+    """Return how often each distinct id counts, i64 ``[U]``."""
+    if counts is None:
+        return unique.counts
+    # One lookup takes no more.
+    return torch.zeros_like(unique.counts).index_add_(0, unique.reverse, counts).clamp_(max=MAX_FREQUENCY)
 
 
 def unique_per_table(ids: torch.Tensor, ids_per_table: list[int]) -> Unique:

@@ -10,6 +10,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.bucketize import bucketize
+from dynamicemb.sharding.dedup import pack_counts
 from dynamicemb.sharding.sent_batch import Sending, sent_batch_type
 from dynamicemb.sharding.torchrec_compat import replace_values
 from dynamicemb.table.ownership import CONTINUOUS, as_int64, owner_of
@@ -37,7 +38,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         device: of the batches.
         is_sequence: rows travel back per occurrence, so the order must be remembered.
         keep_weights: whether the batch's weights travel along. Equal on all ranks, also on those with an empty batch:
-            the exchange would wait for ever otherwise.
+            the exchange would wait for ever otherwise. Where no weights travel, counts of `sending` may.
         sending: what is known of the batch, see `dynamicemb.sharding.sent_batch`.
     """
 
@@ -75,6 +76,8 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         """
         ids = as_int64(sparse_features.values())
         weights = sparse_features.weights() if self.keep_weights else None
+        if self.sending.counts is not None:
+            weights = pack_counts(self.sending.counts)
         lengths = sparse_features.lengths().view(-1)
         self.unbucketize_permute_tensor = None
         if self._world_size > 1:
@@ -84,7 +87,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
             if self._is_sequence or self.sending.wants_gradient:
                 self.unbucketize_permute_tensor = position
         length_per_key = self._length_per_key(sparse_features, lengths)
-        kind = sent_batch_type(self.sending, self._world_size)
+        kind = sent_batch_type(self.sending, self._world_size, not self.keep_weights)
         return self._dist(
             replace_values(sparse_features, ids, lengths, weights, self._world_size, kind, length_per_key)
         )

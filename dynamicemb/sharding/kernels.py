@@ -143,8 +143,10 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return self._emb_module.plan_inserts(features.values(), features.offsets(), self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
-        """Return how often each id counts; here weights are pooling weights."""
-        return None
+        """Return how often each id counts; weights are packed counts, if there are any, unless they weigh rows."""
+        packed = None if self._config.is_weighted else features.weights_or_none()
+        # Tables of another group of the collection may be the ones that count.
+        return unpack_counts(packed) if packed is not None and self.counts_occurrences else None
 
     def flush(self) -> None:
         """Write cached rows back."""
@@ -191,11 +193,6 @@ class BatchedDynamicEmbedding(DynamicKernel):
         """
         return self._emb_module(features.values(), features.offsets(), frequency_counters=self._counts(features))
 
-    def _counts(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
-        packed = features.weights_or_none()
-        # Tables of another group of the collection may be the ones that count.
-        return unpack_counts(packed) if packed is not None and self.counts_occurrences else None
-
 
 class BatchedDynamicEmbeddingBag(DynamicKernel):
     """Pooled lookup: the sum over the part of each bag that this rank owns."""
@@ -207,12 +204,15 @@ class BatchedDynamicEmbeddingBag(DynamicKernel):
         """Look up and add.
 
         Args:
-            features: ids ``[N]`` of B samples; weights are pooling weights, if there are any.
+            features: ids ``[N]`` of B samples; weights are pooling weights if the tables are weighted, else packed
+                counts, if there are any.
 
         Returns:
             ``[B, total_D]``.
         """
-        return self._emb_module(features.values(), features.offsets(), features.weights_or_none())
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        counts = self._counts(features)
+        return self._emb_module(features.values(), features.offsets(), weights, frequency_counters=counts)
 
 
 def needs_counts(options: list[DynamicEmbTableOptions]) -> bool:

@@ -13,9 +13,11 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.construct import check_device
-from dynamicemb.sharding.check_features import Wanted, read_features
+from dynamicemb.sharding.check_features import Wanted, read_counts, read_features
 from dynamicemb.sharding.empty_batch import pad_empty_batch
+from dynamicemb.sharding.input_dist import DynamicFeaturesDist
 from dynamicemb.sharding.sent_batch import Sending, empty_batch
+from dynamicemb.sharding.torchrec_compat import replace_values
 from dynamicemb.warn import warn
 
 # Lists of a context that TorchRec fills while it sends.
@@ -29,12 +31,16 @@ class SendsBatches:
     _is_weighted: bool = False
     # Whether features that a batch lacks are read as ones without ids; the sharder sets it.
     missing_features_as_empty: bool = False
+    # Whether integer weights are taken for how often each occurrence counts; the collection sets it.
+    reads_counts: bool = False
     _sending: Sending
     _device: torch.device | None
     _env: Any
     _input_dists: list[nn.Module]
     _has_uninitialized_input_dist: bool
     _features_order: list[int]
+    _features_order_tensor: torch.Tensor
+    _feature_splits: list[int]
     # Keys of the batch that the order of features was made for.
     _keys_in_order: list[str] | None = None
     _inverse_names: list[str] | None = None
@@ -70,7 +76,19 @@ class SendsBatches:
         self.prepare(ctx, padded)
         self._make_input_dists()
         self._order_features(padded)
+        if self._sending.counts is not None:
+            parts = zip(self._input_dists, self.places_of_parts(padded), strict=True)
+            (places,) = (places for input_dist, places in parts if isinstance(input_dist, DynamicFeaturesDist))
+            self._sending.counts = self._sending.counts[places]
         return super().input_dist(ctx, padded)  # type: ignore[misc]
+
+    def places_of_parts(self, batch: KeyedJaggedTensor) -> list[torch.Tensor]:
+        """Return, for each sharding, which occurrences of a batch its input dist gets, i64 ``[M]``."""
+        places = torch.arange(batch.values().numel(), device=batch.device())
+        numbered = replace_values(batch, places, batch.lengths())
+        if self._features_order:
+            numbered = numbered.permute(self._features_order, self._features_order_tensor)
+        return [part.values() for part in numbered.split(self._feature_splits)]
 
     def padded(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return a batch that TorchRec can handle in the place of one without samples."""
@@ -88,17 +106,35 @@ class SendsBatches:
 
     def _read(self, features: Any) -> KeyedJaggedTensor:
         batch, self._sending.contradicts = read_features(features, self._wanted)
+        self._sending.counts = read_counts(features, self._wanted)
         self.check_batch(batch)
         # Before any group of tables is looked up, and on all ranks.
         for module in self.dynamic_embedding_modules:
             module.check_ready()
-        if not self._has_said_weights_are_idle and not self._wanted.weighted and _has_weights(features):
-            self._has_said_weights_are_idle = True
+        if not self._has_said_weights_are_idle and not self._wanted.weighted:
+            self._say_weights_are_idle(features)
+        return batch
+
+    def _say_weights_are_idle(self, features: Any) -> None:
+        weights = features.weights_or_none() if isinstance(features, KeyedJaggedTensor) else None
+        if weights is None:
+            return
+        self._has_said_weights_are_idle = True
+        if self._sending.counts is not None:
+            warn(
+                "features: the batch has integer weights, which are taken for how often each occurrence counts, and "
+                "weigh nothing"
+            )
+        elif weights.is_floating_point():
             warn(
                 "features: the batch has weights, but the collection is not weighted and ignores them; make it with "
                 "is_weighted=True, or leave weights out"
             )
-        return batch
+        else:
+            warn(
+                "features: the batch has integer weights, but the collection is not weighted, and no dynamic table of "
+                "it counts occurrences (score_strategy LFU, admission); leave weights out"
+            )
 
     @property
     def dynamic_embedding_modules(self) -> list[Any]:
@@ -132,6 +168,7 @@ class SendsBatches:
             missing_as_empty=self.missing_features_as_empty,
             checks_on_device=self._has_dynamic_tables,
             device=self._tables_device,
+            counted=self.reads_counts and not has_scores,
         )
 
     @cached_property
@@ -201,7 +238,3 @@ def _forward(inner: Callable[[KeyedJaggedTensor], Any], sending: Sending, featur
             features = empty_batch(features.keys(), features.weights_or_none(), features.values().device)
     sending.started += 1
     return inner(features)
-
-
-def _has_weights(features: Any) -> bool:
-    return isinstance(features, KeyedJaggedTensor) and features.weights_or_none() is not None

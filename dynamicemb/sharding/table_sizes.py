@@ -109,6 +109,7 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
         bucket_capacity=bucket,
         max_capacity=None if _grows_without_limit(options) else most,
         init_capacity=init,
+        admission_counter=None if options.admit_strategy is None else options.admission_counter,
         local_hbm_for_values=options.local_hbm_for_values or -(-options.global_hbm_for_values // world_size),
         dim=config.embedding_dim,
         embedding_dtype=dtype,

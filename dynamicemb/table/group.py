@@ -413,20 +413,28 @@ class TableGroup:
         with self.lock:
             if self.growth is not None:
                 self._make_room(ids, lambda: self._ranges_of(table, ids.numel()))
-            step = self.begin_step(training=False)
-            # STEP does not count an import, but a threshold asked for before must find it: it has the next number.
-            ahead = int(self.options.strategies[table] == SCORE_STEP)
-            self.index.score_values[table] += ahead
-            try:
-                rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
-            finally:
-                self.index.score_values[table] -= ahead
-                step.finish()
+            rows = self.insert_without_growing(table, ids)
             last = _last_occurrences(rows)
             keep = last[rows[last] >= 0]
-            self.forget_counts(table, ids)
             self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
         return rows >= 0
+
+    def insert_without_growing(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Touch or insert ids i64 ``[N]`` of a table outside of a lookup; return their rows i32 ``[N]``.
+
+        New ids are admitted, and start as in a lookup. The caller holds ``lock``.
+        """
+        step = self.begin_step(training=False)
+        # STEP does not count an import, but a threshold asked for before must find it: it has the next number.
+        ahead = int(self.options.strategies[table] == SCORE_STEP)
+        self.index.score_values[table] += ahead
+        try:
+            rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
+        finally:
+            self.index.score_values[table] -= ahead
+            step.finish()
+        self.forget_counts(table, ids)
+        return rows
 
     def forget_counts(self, table: int, ids: torch.Tensor) -> None:
         """Erase ids that have got a row, although nobody admitted them, from the admission counter."""

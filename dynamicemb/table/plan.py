@@ -55,7 +55,7 @@ def plan_inserts(
     positions = (rows < 0).nonzero().flatten()
     owners = torch.searchsorted(table_ranges, positions, right=True) - 1
     buckets, demand = _demand(_bucket_of(index, ids[positions], owners), ids[positions])
-    room = _room(index, buckets, taken_slots(index, lag, rows[rows >= 0]))
+    room = room_of(index, buckets, taken_slots(index, lag, rows[rows >= 0]))
     owners = torch.searchsorted(index.bucket_offsets, buckets, right=True) - 1
     counts = torch.zeros(2, index.num_tables, dtype=torch.int64, device=ids.device)
     counts.index_add_(1, owners, torch.stack([(demand - room).clamp(min=0), demand]))
@@ -85,7 +85,7 @@ def _demand(buckets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, tor
     return torch.unique_consecutive(buckets[first], return_counts=True)
 
 
-def _room(index: Index, buckets: torch.Tensor, is_taken: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def room_of(index: Index, buckets: torch.Tensor, is_taken: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return how many slots of each bucket a new id may take, i64 ``[A]``; ``is_taken`` is of ``taken_slots``."""
     parts = buckets.split(max(1, SLOTS_AT_A_TIME // index.bucket_capacity))
     return torch.cat([index.bucket_capacity - is_taken(part).sum(1) for part in parts])
