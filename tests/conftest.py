@@ -115,8 +115,12 @@ THINNED_SUITES = ("test_triton_rows.py", "test_triton_update.py")
 THINNING = 4
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of THINNED_SUITES that would be skipped, or interpreted beyond every fourth."""
+    """Mark what needs a GPU; leave out cases of THINNED_SUITES that are skipped, or interpreted beyond every fourth."""
+    for item in items:
+        if "gpu_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cuda)
     if config.getoption("--every-interpreted"):
         return
     kept, left_out = [], []

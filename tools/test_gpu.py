@@ -70,7 +70,7 @@ class Suite:
 def suites_with_cuda() -> list[str]:
     """Return the test files that may have CUDA tests, relative to the root."""
     files = sorted(Path(ROOT, "tests").glob("**/test_*.py"))
-    return [str(f.relative_to(ROOT)) for f in files if re.search(r"\bcuda\b|\bbackend\b", f.read_text())]
+    return [str(f.relative_to(ROOT)) for f in files if re.search(r"\bcuda\b|\bbackend\b|\bgpu_ranks\b", f.read_text())]
 
 
 def run_pytest(
