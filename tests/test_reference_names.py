@@ -84,6 +84,16 @@ def test_what_is_left_out_is_not_here_and_has_a_reason() -> None:
                 assert not hasattr(importlib.import_module(module), name), f"{module}.{name} is here"
 
 
+def test_the_page_about_moving_names_what_is_left_out() -> None:
+    page = (ROOT / "docs" / "migration.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    for module, names in LEFT_OUT.items():
+        for name, reason in names.items():
+            short = module.removeprefix("dynamicemb.")
+            shown = f"`{short}`" if name == "*" else f"`{short}.{name}`"
+            assert any(shown in cell and why.strip() == reason for cell, why in rows), (shown, reason)
+
+
 def test_constants_have_the_documented_values() -> None:
     from dynamicemb import capacity, dynamicemb_config, types, utils
 
