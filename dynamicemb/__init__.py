@@ -73,6 +73,7 @@ __all__ = [
     "dyn_emb_to_torch",
     "get_sharded_table_capacity",
     "get_table_value_bytes",
+    "import_static",
     "state_dict_without_rows",
     "string_to_evict_strategy",
     "torch_to_dyn_emb",
@@ -84,7 +85,13 @@ def __getattr__(name: str) -> Any:
     if name == "EmbOptimType":
         return _optimizer.EmbOptimType
     # These bring the kernels along.
-    if name in ("DumpHandle", "DynamicEmbDump", "DynamicEmbLoad", "DynamicEmbLoadPlanner", "state_dict_without_rows"):
+    if name in (
+        "DumpHandle",
+        "DynamicEmbDump",
+        "DynamicEmbLoad",
+        "DynamicEmbLoadPlanner",
+        "state_dict_without_rows",
+    ) or (name == "import_static"):
         from dynamicemb import dump_load
 
         return getattr(dump_load, name)
