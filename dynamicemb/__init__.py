@@ -85,16 +85,14 @@ def __getattr__(name: str) -> Any:
     if name == "EmbOptimType":
         return _optimizer.EmbOptimType
     # These bring the kernels along.
-    if name in (
-        "DumpHandle",
-        "DynamicEmbDump",
-        "DynamicEmbLoad",
-        "DynamicEmbLoadPlanner",
-        "state_dict_without_rows",
-    ) or (name == "import_static"):
+    if name in ("DumpHandle", "DynamicEmbDump", "DynamicEmbLoad", "DynamicEmbLoadPlanner", "state_dict_without_rows"):
         from dynamicemb import dump_load
 
         return getattr(dump_load, name)
+    if name == "import_static":
+        from dynamicemb.dump_load import import_static
+
+        return import_static
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

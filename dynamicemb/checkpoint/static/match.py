@@ -126,11 +126,12 @@ def _fitting(table: Table, weights: list[Key], prefixes: set[tuple[str, ...]]) -
 
 def _state(weights: Key, states: list[Key]) -> tuple[dict[str, Key], bool]:
     """Return the state of a table by what it holds, and whether an optimizer without state is known."""
-    best: dict[int, list[Key]] = {}
+    best: dict[tuple[int, int], list[Key]] = {}
     for key in states:
         length = common_suffix(key.path, weights.path)
         if key.table == weights.table and length is not None:
-            best.setdefault(length, []).append(key)
+            # The path that agrees farthest; of equal ones that with the least before it.
+            best.setdefault((length, length - len(key.path)), []).append(key)
     found = best[max(best)] if best else []
     state: dict[str, Key] = {}
     for key in found:
