@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,13 +129,9 @@ def batch(kind: Kind, step: int, rank: int, ids: torch.Tensor | None = None) -> 
 
 
 def train(
-    model: Any, kind: Kind, rank: int, world_size: int, steps: range, ids: torch.Tensor | None = None
+    model: Any, kind: Kind, rank: int, steps: range, ids: torch.Tensor | None = None
 ) -> list[dict[str, torch.Tensor]]:
-    """Train; return what each step read.
-
-    The batches of two ranks are the same whatever the number of ranks; one process sees both, half as large a gradient
-    each, as ranks do.
-    """
+    """Train; return what each step read."""
     outputs = []
     for step in steps:
         found = model(batch(kind, step, rank, ids))
@@ -157,8 +153,3 @@ def assert_equal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tenso
         assert list(of_a) == list(of_b)
         for name in of_a:
             torch.testing.assert_close(of_a[name], of_b[name], rtol=tolerance, atol=tolerance)
-
-
-def unsharded(kind: Kind) -> Kind:
-    """Return the kind whose static tables are whole."""
-    return replace(kind, bags=("table_wise",) * len(kind.bags), sequences=("table_wise",) * len(kind.sequences))

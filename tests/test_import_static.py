@@ -27,17 +27,17 @@ def kind_id(kind: Kind) -> str:
 
 def trained(rank: int, world_size: int, kind: Kind) -> Any:
     static = build(kind, world_size, dynamic=False)
-    train(static, kind, rank, world_size, range(3))
+    train(static, kind, rank, range(3))
     return static
 
 
 def goes_on(rank: int, world_size: int, kind: Kind, options: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
     static = trained(rank, world_size, kind)
     dynamic = build(Kind(**{**kind.__dict__, "options": options}), world_size, dynamic=True)
-    train(dynamic, kind, rank, world_size, range(40, 42))
+    train(dynamic, kind, rank, range(40, 42))
     report = import_static(dynamic, static.state_dict(), static.fused_optimizer.state_dict())
-    found = train(dynamic, kind, rank, world_size, range(3, 8))
-    assert_equal(found, train(static, kind, rank, world_size, range(3, 8)))
+    found = train(dynamic, kind, rank, range(3, 8))
+    assert_equal(found, train(static, kind, rank, range(3, 8)))
     return report
 
 
@@ -74,14 +74,14 @@ def save(rank: int, world_size: int, kind: Kind, folder: str, names: tuple[str, 
     for name in reversed(names[0].split(".")):
         model = {name: model}
     dcp.save({**model, names[1]: static.fused_optimizer.state_dict(), "step": 3}, checkpoint_id=folder)
-    return train(static, kind, rank, world_size, range(3, 8))
+    return train(static, kind, rank, range(3, 8))
 
 
 def load(rank: int, world_size: int, kind: Kind, folder: str) -> Any:
     dynamic = build(kind, world_size, dynamic=True)
     report = import_static(dynamic, folder)
     held = {name: records(m, name) for m in dynamic_modules(dynamic) for name in m.table_names}
-    return report, held, train(dynamic, kind, rank, world_size, range(3, 8))
+    return report, held, train(dynamic, kind, rank, range(3, 8))
 
 
 def rows_and_state(parts: list[Any]) -> dict[str, dict[int, tuple[bytes, bytes]]]:

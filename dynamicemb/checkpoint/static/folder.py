@@ -82,11 +82,12 @@ class StoredPiece:
         width = self._sizes[1:] if self._sizes else ()
         row_bytes = dtype.itemsize * torch.Size(width).numel()
         wanted = (end - begin) * row_bytes
+        data = bytearray(wanted)
         with open(self._path, "rb") as file:
             file.seek(first + (begin - self._first) * row_bytes)
-            data = bytearray(file.read(wanted))
-        if len(data) != wanted:
-            raise CheckpointCorruptError(self._path, f"{wanted} bytes for {self._key}", f"{len(data)}")
+            got = file.readinto(data)
+        if got != wanted:
+            raise CheckpointCorruptError(self._path, f"{wanted} bytes for {self._key}", f"{got}")
         if not wanted:
             return torch.empty(0, *width, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).reshape(end - begin, *width)

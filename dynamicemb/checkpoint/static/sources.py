@@ -45,9 +45,10 @@ def _entries_of_file(path: str, argument: str) -> Entries:
         # Mapped: rows are read from the file when they are asked for.
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
+        reason = str(error).partition(". ")[0]
         raise ValueError(
             f"{argument}: {path!r} is no file of plain tensors that torch.load can read with weights_only=True "
-            f"({error}); load it yourself, if you trust it, and pass the state_dict. ShardedTensors of several ranks "
+            f"({reason}); load it yourself, if you trust it, and pass the state_dict. ShardedTensors of several ranks "
             "are loaded by as many ranks, or come in a folder of torch.distributed.checkpoint"
         ) from None
     if not isinstance(values, Mapping):
