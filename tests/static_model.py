@@ -67,7 +67,7 @@ def _collections(kind: Kind, num_rows: int) -> tuple[list[Any], list[Any]]:
     return bags, sequences
 
 
-def build(kind: Kind, world_size: int, dynamic: bool, learning_rate: float = 0.1) -> Any:
+def build(kind: Kind, world_size: int, dynamic: bool, env: Any = None) -> Any:
     """Return the model under DistributedModelParallel."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -95,7 +95,7 @@ def build(kind: Kind, world_size: int, dynamic: bool, learning_rate: float = 0.1
             constraints[name] = DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=options)
         else:
             constraints[name] = ParameterConstraints(sharding_types=[sharding], min_partition=4)
-    params = {"optimizer": EmbOptimType[kind.optimizer], "learning_rate": learning_rate, "seed": SEED}
+    params = {"optimizer": EmbOptimType[kind.optimizer], "learning_rate": 0.1, "seed": SEED}
     if not dynamic:
         del params["seed"]
 
@@ -112,7 +112,7 @@ def build(kind: Kind, world_size: int, dynamic: bool, learning_rate: float = 0.1
             constraints=constraints,
         )
         plan = planner.collective_plan(model, sharders)
-        made = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+        made = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
     return made
 
 

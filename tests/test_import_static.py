@@ -13,6 +13,8 @@ from tests.ranks import RankPool, ranks  # noqa: F401
 from tests.sharded_model import dynamic_modules
 from tests.static_model import NUM_IDS, Kind, assert_equal, build, train
 
+pytestmark = pytest.mark.distributed
+
 KINDS = [
     Kind("EXACT_SGD", bags=("row_wise", "table_wise", "column_wise", "grid_shard", "data_parallel")),
     Kind("EXACT_ADAGRAD", bags=("row_wise", "table_wise", "column_wise"), sequences=("row_wise", "column_wise")),

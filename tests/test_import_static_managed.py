@@ -15,6 +15,8 @@ from tests.ranks import RankPool, local_world_size, ranks  # noqa: F401
 from tests.sharded_model import dynamic_modules
 from tests.static_model import Kind, build
 
+pytestmark = pytest.mark.distributed
+
 DIM, ROWS = 4, 16
 RAW = torch.tensor([-(2**40), -3, 7, 8, 9, 2**40, 2**62 + 1, 11, 12, 13])
 

@@ -113,8 +113,8 @@ def _entry(value: Any, key: str) -> Entry | None:
 def _parts_of_dtensor(value: DTensor, key: str) -> list[tuple[Any, torch.Tensor]]:
     local: Any = value.to_local()
     if hasattr(local, "local_shards"):
-        # TorchRec's wrapper of several shards.
-        return list(zip(local.local_offsets(), local.local_shards(), strict=True))
+        # TorchRec's wrapper of several shards; one without any has offsets nevertheless.
+        return list(zip(local.local_offsets(), local.local_shards(), strict=False))
     if any(isinstance(placement, Partial) for placement in value.placements):
         raise ValueError(f"checkpoint: {key} is a DTensor of partial sums; redistribute it first")
     _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

@@ -118,6 +118,8 @@ def entries_of_folder(path: str) -> Entries:
             pieces = []
             for chunk in stored.chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+                if 0 in sizes:
+                    continue
                 info = places.get((key, offsets))
                 if info is None:
                     raise CheckpointCorruptError(folder / _METADATA, f"a place for {key} at {offsets}", "none")
