@@ -71,8 +71,8 @@ class Filler:
             return
         dtype = table.module.embedding_dtype
         stored = weights.to(dtype).float()
-        too_large = (torch.isinf(stored) & ~torch.isinf(weights)).any(1)
-        if too_large.any():
+        too_large = None if dtype is torch.float32 else (torch.isinf(stored) & ~torch.isinf(weights)).any(1)
+        if too_large is not None and too_large.any():
             raise DynamicEmbError(
                 f"table {table}: {int(too_large.sum())} rows have weights beyond the range of {dtype}, the first one "
                 f"that of id {int(ids[too_large][0])}; make the table with embedding_dtype torch.float32 or bfloat16"
@@ -89,15 +89,18 @@ class Filler:
         ranges = torch.zeros(len(group.names) + 1, dtype=torch.int64, device=group.device)
         ranges[table.index + 1 :] = ids.numel()
         rows = group.find(ids, ranges)
-        held = (rows >= 0).nonzero().flatten()
-        found_weights, found_state = group.read(table.index, rows[held])
-        different = _differ(found_weights, weights[held])
+        held = rows >= 0
+        if not held.all():
+            ids, rows, weights = ids[held], rows[held], weights[held]
+            state = None if state is None else state[held]
+        found_weights, found_state = group.read(table.index, rows)
+        different = _differ(found_weights, weights)
         if state is not None:
-            different |= _differ(found_state, state[held])
+            different = different | _differ(found_state, state)
         if different.any():
             raise DynamicEmbError(
                 f"table {table}: {int(different.sum())} rows are not as they were written, the first one that of id "
-                f"{int(ids[held][different][0])}; memory may be damaged, the table is empty"
+                f"{int(ids[different][0])}; memory may be damaged, the table is empty"
             )
 
     def finish(self) -> tuple[int, int]:
@@ -118,5 +121,7 @@ class Filler:
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return bool ``[n]``: which rows differ in a bit; a NaN equals a NaN."""
-    same = (a.contiguous().view(torch.int32) == b.contiguous().view(torch.int32)) | (torch.isnan(a) & torch.isnan(b))
-    return ~same.all(1)
+    bits = [values.contiguous().view(torch.int32) for values in (a, b)]
+    if torch.equal(*bits):
+        return torch.zeros(a.shape[0], dtype=torch.bool, device=a.device)
+    return ~((bits[0] == bits[1]) | (torch.isnan(a) & torch.isnan(b))).all(1)
