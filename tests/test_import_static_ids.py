@@ -165,6 +165,15 @@ def test_a_module_of_another_collection_is_not_asked() -> None:
         import_static(Holder(tables), both, table_names={"model.mc": {"t": list(moved)[0]}})
 
 
+def test_a_managed_table_without_raw_ids_is_refused() -> None:
+    tables = module()
+    values = {key: value for key, value in managed(IDS[:3], torch.arange(3)).items() if key.endswith(".weight")}
+    with pytest.raises(ValueError, match="its raw ids are missing; .* or id_maps"):
+        import_static(Holder(tables), values)
+    import_static(Holder(tables), values, id_maps={"t": IDS})
+    assert_rows(tables, torch.arange(N), IDS)
+
+
 @pytest.mark.parametrize("damage", ["missing", "short", "outside", "twice"])
 def test_damaged_modules_are_refused(damage: str) -> None:
     tables = module()

@@ -1,12 +1,23 @@
 """What an import of static tables reads, writes and refuses; on modules of tables alone."""
 
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dynamicemb import DynamicEmbError, DynamicEmbScoreStrategy, DynamicEmbTableOptions, import_static
+from dynamicemb import (
+    DynamicEmbDump,
+    DynamicEmbError,
+    DynamicEmbLoad,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    FrequencyAdmissionStrategy,
+    KVCounter,
+    import_static,
+)
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from tests.checkpoints import records
@@ -215,6 +226,15 @@ def test_a_table_is_found_by_the_end_of_its_path() -> None:
     assert import_static(model, nested, optimizer=False)["model.a"]["t"].source == "app.model.a.embedding_bags.t.weight"
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "_dmp_wrapped_module.module.", "run.module."])
+def test_wrappers_in_a_path_do_not_matter(prefix: str) -> None:
+    tables, other = module(), module()
+    model = Nested(module=Nested(a=tables), b=Nested(a=other))
+    values = two_collections(f"{prefix}module.a", f"{prefix}b.a")
+    report = import_static(model, values, optimizer=False)
+    assert [report[path]["t"].source for path in ("model.module.a", "model.b.a")] == list(values)
+
+
 def test_a_name_that_one_static_table_has_is_enough() -> None:
     tables = module()
     report = import_static(Nested(renamed=tables), {"old.embeddings.t.weight": rows_of(20)}, optimizer=False)
@@ -415,3 +435,45 @@ def test_an_error_in_the_second_table_empties_both(monkeypatch: pytest.MonkeyPat
     values["embeddings.u.weight"][2, 2] = 1
     import_static(tables, values)
     assert [of_table["size"] for of_table in tables.stats().values()] == [20, 20]
+
+
+# With other options
+
+
+def test_a_table_that_only_evaluates_takes_weights_alone() -> None:
+    source = module("adam")
+    train(source, range(4))
+    tables = module("adam", training=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = import_static(tables, *as_static(source, 20))["model"]["t"]
+    assert not report.has_state and torch.equal(held(tables), held(source))
+
+
+def test_imported_ids_are_admitted_and_live_as_long_as_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = {"admit_strategy": FrequencyAdmissionStrategy(3), "admission_counter": KVCounter(256, 16)}
+    for options in (admission, {"ttl": 3600.0}):
+        tables = module(**options)
+        out = tables(torch.arange(5), torch.arange(6))
+        out.sum().backward()
+        import_static(tables, {"embeddings.t.weight": rows_of(20)})
+        assert torch.equal(held(tables), rows_of(20))
+        out = tables(torch.arange(20), torch.arange(21))
+        assert torch.equal(out, rows_of(20))
+        out.sum().backward()
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 3601 * 10**9)
+    assert not tables.contains("t", torch.arange(20)).any()
+
+
+def test_an_increment_cannot_go_on_from_before_an_import(tmp_path: Path) -> None:
+    tables = module()
+    train(tables, range(2))
+    DynamicEmbDump(f"{tmp_path}/base", tables)
+    import_static(tables, {"embeddings.t.weight": rows_of(20)})
+    with pytest.raises(DynamicEmbError, match="base"):
+        DynamicEmbDump(f"{tmp_path}/more", tables, base=f"{tmp_path}/base")
+    DynamicEmbDump(f"{tmp_path}/full", tables)
+    restored = module()
+    DynamicEmbLoad(f"{tmp_path}/full", restored)
+    assert torch.equal(held(restored), rows_of(20))

@@ -71,16 +71,20 @@ def raw_ids_of(text: str) -> Key | None:
     return None if match is None else _key(match, text)
 
 
+def without_wrappers(path: list[str]) -> tuple[str, ...]:
+    """Return a path without the names that DistributedModelParallel and DistributedDataParallel add."""
+    return tuple(part for part in path if part not in _WRAPPERS)
+
+
 def _key(match: re.Match[str], text: str) -> Key:
-    path = (match["path"] or "").split(".") if match["path"] else []
-    if "state" in path:
+    parts = match["path"].split(".") if match["path"] else []
+    if "state" in parts:
         # Before it is where the optimizer is, behind it where its parameters are.
-        path = path[len(path) - path[::-1].index("state") :]
-    path = [part for part in path if part not in _WRAPPERS]
+        parts = parts[len(parts) - parts[::-1].index("state") :]
+    path = without_wrappers(parts)
     is_managed = bool(path) and (path[-1] in _MANAGED or path[-1] == _COLLISIONS)
-    return Key(
-        tuple(path[:-1] if is_managed else path), match["table"], match.groupdict().get("item") or "", text, is_managed
-    )
+    item = match.groupdict().get("item") or ""
+    return Key(path[:-1] if is_managed else path, match["table"], item, text, is_managed)
 
 
 def common_suffix(a: tuple[str, ...], b: tuple[str, ...]) -> int | None:

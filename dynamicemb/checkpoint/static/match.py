@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamicemb.checkpoint.sources import Table
-from dynamicemb.checkpoint.static.keys import Key, common_suffix, listed, raw_ids_of, state_of, weights_of
+from dynamicemb.checkpoint.static.keys import (
+    Key,
+    common_suffix,
+    listed,
+    raw_ids_of,
+    state_of,
+    weights_of,
+    without_wrappers,
+)
 
 # Of a managed-collision module: the ids of rows, in two layouts.
 SORTED_IDS, ROWS_OF_IDS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
@@ -81,8 +89,8 @@ def match_tables(
 
 
 def _path(table: Table) -> tuple[str, ...]:
-    """Return the path of a table's collection below the model."""
-    return tuple(part for part in table.folder.split(".")[1:])
+    """Return the path of a table's collection below the model, as keys have it."""
+    return without_wrappers(table.folder.split(".")[1:])
 
 
 def _prefix(key: Key, path: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -138,6 +138,7 @@ class Planner:
             whole = {str(key): self._whole(str(key)) for key in match.raw_ids.values()}
             row_ids = self._ranks.each(lambda: row_ids_of_collisions(match.raw_ids, num_rows, whole.__getitem__))
         else:
+            self._ranks.each(lambda: _check_unmanaged(match))
             return RowIds(num_rows)
         if len(set(self._ranks.gather(row_ids.described()))) > 1:
             raise ValueError(f"id_maps: the ranks gave table {match.table} different ids; all must give the same")
@@ -179,6 +180,19 @@ class Planner:
             return max((int(number) for number in numbers), default=None)
 
         return max((n for n in self._ranks.together(read) if n is not None), default=None)
+
+
+def _check_unmanaged(match: Match) -> None:
+    """Refuse to take rows for ids where a module gave ids to rows, and the checkpoint does not say which.
+
+    Raises:
+        ValueError: as said.
+    """
+    if match.weights.is_managed:
+        raise ValueError(
+            f"checkpoint: {match.weights} is a table of a managed-collision collection, but its raw ids are missing; "
+            "pass the state_dict of the whole collection, or id_maps for the table"
+        )
 
 
 def _end(piece: Any) -> int:
