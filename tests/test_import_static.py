@@ -37,7 +37,10 @@ def goes_on(rank: int, world_size: int, kind: Kind, options: tuple[tuple[str, An
     static = trained(rank, world_size, kind)
     dynamic = build(Kind(**{**kind.__dict__, "options": options}), world_size, dynamic=True)
     train(dynamic, kind, rank, range(40, 42))
-    report = import_static(dynamic, static.state_dict(), static.fused_optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        # Many blocks, of which the last ones are not full.
+        patch.setattr("dynamicemb.checkpoint.static.stream._BLOCK_ROWS", 5)
+        report = import_static(dynamic, static.state_dict(), static.fused_optimizer.state_dict())
     found = train(dynamic, kind, rank, range(3, 8))
     assert_equal(found, train(static, kind, rank, range(3, 8)))
     return report
@@ -81,7 +84,9 @@ def save(rank: int, world_size: int, kind: Kind, folder: str, names: tuple[str, 
 
 def load(rank: int, world_size: int, kind: Kind, folder: str) -> Any:
     dynamic = build(kind, world_size, dynamic=True)
-    report = import_static(dynamic, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dynamicemb.checkpoint.static.stream._BLOCK_ROWS", 5)
+        report = import_static(dynamic, folder)
     held = {name: records(m, name) for m in dynamic_modules(dynamic) for name in m.table_names}
     return report, held, train(dynamic, kind, rank, range(3, 8))
 

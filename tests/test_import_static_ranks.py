@@ -113,7 +113,7 @@ def test_dtensors_of_torchrec_are_read_by_their_shards(ranks: RankPool, tmp_path
     ranks.run(2, goes_on_from_dtensors, str(tmp_path / "step"))
 
 
-def column_state(rank: int, world_size: int, sharding: str) -> Any:
+def column_state(rank: int, world_size: int, sharding: str, folder: str) -> Any:
     kind = Kind("EXACT_ROWWISE_ADAGRAD", bags=(sharding,), sequences=())
     static = build(kind, world_size, dynamic=False)
     train(static, kind, rank, range(3))
@@ -121,6 +121,10 @@ def column_state(rank: int, world_size: int, sharding: str) -> Any:
     shards = [(s.metadata.shard_offsets[0], s.tensor) for s in state["bag0.momentum1"].local_shards()]
     dynamic = build(kind, world_size, dynamic=True)
     import_static(dynamic, static.state_dict(), static.fused_optimizer.state_dict())
+    dcp.save({"model": static.state_dict(), "optim": static.fused_optimizer.state_dict()}, checkpoint_id=folder)
+    from_folder = build(kind, world_size, dynamic=True)
+    import_static(from_folder, folder)
+    assert held(from_folder) == held(dynamic)
     return shards, held(dynamic)
 
 
@@ -128,8 +132,9 @@ def column_state(rank: int, world_size: int, sharding: str) -> Any:
 def test_row_wise_state_of_column_shards_is_the_mean_of_the_whole_row(
     ranks: RankPool,  # noqa: F811
     sharding: str,
+    tmp_path: Path,
 ) -> None:
-    parts = ranks.run(2, column_state, sharding)
+    parts = ranks.run(2, column_state, sharding, str(tmp_path / "step"))
     flat = torch.full((2 * NUM_IDS,), torch.nan)
     for shards, _ in parts:
         for offset, values in shards:

@@ -19,6 +19,7 @@ from dynamicemb import (
     import_static,
 )
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from dynamicemb.checkpoint.static.stream import Stream
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from tests.checkpoints import records
 
@@ -422,6 +423,28 @@ def test_a_row_that_is_not_as_it_was_written_is_an_error(monkeypatch: pytest.Mon
         assert tables.stats()["t"]["size"] == 0
     import_static(tables, weights, state)
     assert tables.stats()["t"]["size"] == 20
+
+
+def test_a_row_that_gets_lost_on_the_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = module()
+    group = tables.tables
+    original = Stream.exchange
+
+    def lose(self: Stream, block: Any, values: Any) -> Any:
+        ids, columns = original(self, block, values)
+        return ids[1:], [column[1:] for column in columns]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "exchange", lose)
+        with pytest.raises(DynamicEmbError, match="20 rows were sent and 19 came; the table is empty"):
+            import_static(tables, {"embeddings.t.weight": rows_of(20)})
+    assert tables.stats()["t"]["size"] == 0
+    size = group.size
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "size", lambda table: size(table) - 1)
+        with pytest.raises(DynamicEmbError, match="of 20 rows 19 are in the table and 0 are known to be lost"):
+            import_static(tables, {"embeddings.t.weight": rows_of(20)})
+    assert tables.stats()["t"]["size"] == 0
 
 
 def test_an_error_in_the_second_table_empties_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,15 @@ from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.static.entries import Described, Entries
 from dynamicemb.checkpoint.static.fill import check_scored
 from dynamicemb.checkpoint.static.match import Match
-from dynamicemb.checkpoint.static.matrix import Matrix, column_blocks, matrix_of
+from dynamicemb.checkpoint.static.matrix import Box, Matrix, column_blocks, matrix_of
 from dynamicemb.checkpoint.static.optimizer_state import STEPS, Assembly, Stored, recognise, shares_of
 from dynamicemb.checkpoint.static.row_ids import RowIds, row_ids_of_collisions, row_ids_of_map
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.table.import_step import check_importable
 from dynamicemb.warn import warn
 
+# Rows that a rank sends the others at a time.
+_SENT_ROWS = 2**20
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -146,27 +148,30 @@ class Planner:
 
     def _whole(self, key: str) -> torch.Tensor:
         """Return an i64 tensor, flat, all of it on all ranks; a collective."""
-        described, ranks = self._described(self._checkpoint, key), self._ranks
+        described = self._described(self._checkpoint, key)
         num_rows = next(d.size[0] for d in described if d is not None)
         matrix = self._matrix(self._checkpoint, key, described, num_rows)
         result = torch.empty(num_rows, matrix.num_columns, dtype=torch.int64)
         for rank, boxes in enumerate(matrix.boxes):
             for box in boxes:
-                shape = (box.num_rows, box.num_columns)
-                part = ranks.each(
-                    lambda rank=rank, box=box: (
-                        matrix.read(box, box.row, box.row + box.num_rows)  # type: ignore[misc]
-                        if rank == ranks.rank
-                        else None
-                    )
-                )
-                values = torch.empty(shape, dtype=torch.int64) if part is None else part.to(torch.int64)
-                if ranks.world_size > 1:
-                    sent = values.contiguous().to(ranks.device)
-                    dist.broadcast(sent, group_src=rank, group=ranks.group)
-                    values = sent.cpu()
-                result[box.row : box.row + box.num_rows, box.column : box.column + box.num_columns] = values
+                columns = slice(box.column, box.column + box.num_columns)
+                for begin in range(box.row, box.row + box.num_rows, _SENT_ROWS):
+                    end = min(begin + _SENT_ROWS, box.row + box.num_rows)
+                    result[begin:end, columns] = self._sent(matrix, rank, box, (begin, end))
         return result.flatten()
+
+    def _sent(self, matrix: Matrix, rank: int, box: Box, rows: tuple[int, int]) -> torch.Tensor:
+        """Return rows of a box that a rank has, i64, on all ranks; a collective."""
+        ranks = self._ranks
+        values = torch.empty(rows[1] - rows[0], box.num_columns, dtype=torch.int64)
+        read = ranks.each(lambda: matrix.read(box, *rows) if rank == ranks.rank else None)
+        if read is not None:
+            values.copy_(read)
+        if ranks.world_size == 1:
+            return values
+        sent = values.to(ranks.device)
+        dist.broadcast(sent, group_src=rank, group=ranks.group)
+        return sent.cpu()
 
     def _steps(self, items: Mapping[str, Any], of_items: Mapping[str, list[Described | None]]) -> int | None:
         """Return how many steps the checkpoint says there were, None if it does not; a collective."""
