@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dynamicemb import import_static
+from dynamicemb import DynamicEmbScoreStrategy, import_static
+from tests.checkpoints import records
 from tests.test_import_static_tables import DIM, held, module, rows_of
 
 N = 20
@@ -126,6 +127,25 @@ def test_rows_get_the_ids_that_a_module_gave_them() -> None:
     # A map of the user's own goes before.
     import_static(Holder(tables), managed(ids, rows), id_maps={"t": IDS})
     assert_rows(tables, torch.arange(N), IDS)
+
+
+@pytest.mark.parametrize("names", [("LFU",), ("TIMESTAMP", "LFU"), ("LFU", "TIMESTAMP"), ("TIMESTAMP",)])
+def test_counts_of_a_module_are_those_of_its_ids(names: tuple[str, ...]) -> None:
+    parts = tuple(DynamicEmbScoreStrategy[name] for name in names)
+    tables = module(score_strategy=parts if len(parts) > 1 else parts[0])
+    rows, ids = torch.tensor([4, 19, 0]), torch.tensor([7, 5, 6])
+    values = managed(ids, rows)
+    # By ascending ids; a free place has a count of none.
+    values[f"{PATH}_mch_counts"][:3] = torch.tensor([50, 60, 0])
+    import_static(Holder(tables), values)
+    scores = {i: dict(zip(names, record[2], strict=True)) for i, record in records(tables, "t").items()}
+    if "LFU" in names:
+        assert {i: of_id["LFU"] for i, of_id in scores.items()} == {5: 50, 6: 60, 7: 1}
+    if "TIMESTAMP" in names:
+        assert len({of_id["TIMESTAMP"] for of_id in scores.values()}) == 1
+    values[f"{PATH}_mch_counts"] = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="has 3 counts for 20 ids"):
+        import_static(Holder(tables), values)
 
 
 def test_rows_get_the_ids_of_a_module_that_hashes() -> None:

@@ -138,7 +138,7 @@ def test_a_folder_is_read_without_the_whole_table_in_memory(tmp_path: Path) -> N
     seen, largest = [], 0
     for block in stream.blocks():
         tracemalloc.start()
-        ids, (rows,) = stream.exchange(block, stream.read(block))
+        _, ids, (rows,) = stream.exchange(block, stream.read(block))
         largest = max(largest, tracemalloc.get_traced_memory()[1], block.num_rows * 64)
         tracemalloc.stop()
         assert torch.equal(rows, weights[ids])

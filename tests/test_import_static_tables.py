@@ -19,7 +19,7 @@ from dynamicemb import (
     import_static,
 )
 from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
-from dynamicemb.checkpoint.static.stream import Stream
+from dynamicemb.checkpoint.static.stream import Received, Stream
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode
 from tests.checkpoints import records
 
@@ -222,6 +222,9 @@ def test_a_table_is_found_by_the_end_of_its_path() -> None:
         report = import_static(model, values, optimizer=False)
         assert [report[path]["t"].source for path in ("model.a", "model.over.a")] == list(values)
         assert torch.equal(held(a), rows_of(20)) and torch.equal(held(b), rows_of(20, salt=1))
+    # Of two that fit, the one with nothing before it is meant.
+    alone = import_static(Nested(a=a), two_collections("over.a", "a"), optimizer=False)
+    assert alone["model.a"]["t"].source == "a.embedding_bags.t.weight" and torch.equal(held(a), rows_of(20, salt=1))
     # Nested mappings are named as torch.distributed.checkpoint names them.
     nested = {"app": {"model": two_collections("a", "over.a")}, "step": 4, "lists": [1]}
     assert import_static(model, nested, optimizer=False)["model.a"]["t"].source == "app.model.a.embedding_bags.t.weight"
@@ -431,8 +434,8 @@ def test_a_row_that_gets_lost_on_the_way_is_an_error(monkeypatch: pytest.MonkeyP
     original = Stream.exchange
 
     def lose(self: Stream, block: Any, values: Any) -> Any:
-        ids, columns = original(self, block, values)
-        return ids[1:], [column[1:] for column in columns]
+        received = original(self, block, values)
+        return Received(received.rows[1:], received.ids[1:], [column[1:] for column in received.columns])
 
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "exchange", lose)

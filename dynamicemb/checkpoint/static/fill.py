@@ -8,13 +8,14 @@ from dynamicemb.score_strategy import DynamicEmbScoreStrategy
 from dynamicemb.table.import_rows import RowImport
 
 
-def new_scores(table: Table, count: int, now: int) -> list[torch.Tensor]:
+def new_scores(table: Table, count: int, now: int, counts: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the scores that ids have which ``insert`` brings, as ``RowImport.add`` takes them, on the table's device.
 
     Args:
         table: the table.
         count: how many ids.
         now: the time, in Unix nanoseconds.
+        counts: i64 ``[count]``, what tables that count begin with; None is one occurrence.
     """
     strategy = table.strategy
     if isinstance(strategy, tuple):
@@ -24,7 +25,10 @@ def new_scores(table: Table, count: int, now: int) -> list[torch.Tensor]:
     else:
         # STEP: the next step. CUSTOMIZED: the number that was set. LFU: one occurrence.
         values = [table.group.get_score(table.index)]
-    return [torch.full((count,), value, dtype=torch.int64, device=table.group.device) for value in values]
+    scores = [torch.full((count,), value, dtype=torch.int64, device=table.group.device) for value in values]
+    if counts is not None and (isinstance(strategy, tuple) or strategy is DynamicEmbScoreStrategy.LFU):
+        scores[-1] = counts.to(table.group.device)
+    return scores
 
 
 def check_scored(table: Table) -> None:
@@ -54,13 +58,16 @@ class Filler:
         self._importer = importer
         self._now = now
 
-    def add(self, ids: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None) -> None:
+    def add(
+        self, ids: torch.Tensor, weights: torch.Tensor, state: torch.Tensor | None, counts: torch.Tensor | None = None
+    ) -> None:
         """Write rows, and read them again.
 
         Args:
             ids: i64 ``[n]``, no id twice.
             weights: f32 ``[n, D]``.
             state: f32 ``[n, S]``; None is the optimizer's initial state.
+            counts: i64 ``[n]``, how often each id has occurred; None is once.
 
         Raises:
             DynamicEmbError: a weight is too large for the table's dtype, or the table holds something else than was
@@ -79,7 +86,7 @@ class Filler:
             )
         ids, weights = ids.to(device), weights.to(device)
         state = None if state is None else state.to(device)
-        self._importer.add(ids, weights, state, new_scores(table, ids.numel(), self._now))
+        self._importer.add(ids, weights, state, new_scores(table, ids.numel(), self._now, counts))
         self.num_received += ids.numel()
         self._compare(ids, stored.to(device), state)
 

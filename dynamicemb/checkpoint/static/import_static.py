@@ -19,7 +19,7 @@ from dynamicemb.checkpoint.static.match import Match, match_tables, named_source
 from dynamicemb.checkpoint.static.plan import Planner, TablePlan
 from dynamicemb.checkpoint.static.row_ids import given_ids
 from dynamicemb.checkpoint.static.sources import open_entries
-from dynamicemb.checkpoint.static.stream import Stream
+from dynamicemb.checkpoint.static.stream import Received, Stream
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.table.import_rows import RowImport, adopt_clock, adopt_updates, clear
@@ -246,11 +246,18 @@ def _fill(plan: TablePlan, now: int, ranks: Ranks, progress: Any) -> StaticTable
         values = iter(stack.enter_context(ReadAhead(stream.read(block) for block in blocks)))
         for block in blocks:
             read = ranks.each(lambda: next(values))
-            ids, (weights, *state) = stream.exchange(block, read)
-            ranks.each(lambda: filler.add(ids, weights, plan.assembly.state(state) if state else None))  # noqa: B023
+            received = stream.exchange(block, read)
+            ranks.each(lambda: _add(filler, plan, received))  # noqa: B023
             progress.update(block.num_rows)
         counts = ranks.together(filler.finish)
     return _report(plan, counts, ranks)
+
+
+def _add(filler: Filler, plan: TablePlan, received: Received) -> None:
+    """Put rows into the table."""
+    weights, *state = received.columns
+    counts = None if plan.row_ids.counts is None else plan.row_ids.counts[received.rows]
+    filler.add(received.ids, weights, plan.assembly.state(state) if state else None, counts)
 
 
 def _report(plan: TablePlan, counts: list[tuple[int, int]], ranks: Ranks) -> StaticTableReport:

@@ -18,6 +18,8 @@ from dynamicemb.checkpoint.static.keys import (
 # Of a managed-collision module: the ids of rows, in two layouts.
 SORTED_IDS, ROWS_OF_IDS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
 IDENTITIES = "_hash_zch_identities"
+# How often a module has seen the id of a row.
+COUNTS = "_mch_counts"
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _raw_ids(weights: Key, raw_ids: list[Key]) -> dict[str, Key]:
         found = of_name
     result: dict[str, Key] = {}
     for key in found:
-        if key.item in (SORTED_IDS, ROWS_OF_IDS, IDENTITIES):
+        if key.item in (SORTED_IDS, ROWS_OF_IDS, IDENTITIES, COUNTS):
             if key.item in result:
                 raise ValueError(
                     f"both {result[key.item]} and {key} may have the raw ids of {weights}; pass id_maps for the table"

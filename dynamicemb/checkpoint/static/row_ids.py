@@ -1,13 +1,13 @@
 """Which id each row of a static table has."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dynamicemb.checkpoint.sources import Table
-from dynamicemb.checkpoint.static.match import IDENTITIES, ROWS_OF_IDS, SORTED_IDS
+from dynamicemb.checkpoint.static.match import COUNTS, IDENTITIES, ROWS_OF_IDS, SORTED_IDS
 from dynamicemb.table.ownership import as_int64
 
 # What managed-collision modules write where a row has no id.
@@ -24,12 +24,14 @@ class RowIds:
         ids: i64 ``[N]``, None where the id of a row is its number.
         has: bool ``[N]``, which rows have an id; None: all.
         num_repeated: rows whose id another row has, behind them; they have none.
+        counts: i64 ``[N]``, how often each id has occurred, where that is known.
     """
 
     num_rows: int
     ids: torch.Tensor | None = None
     has: torch.Tensor | None = None
     num_repeated: int = 0
+    counts: torch.Tensor | None = None
 
     def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(ids i64[n], which of them are there, bool[n], None for all)`` of rows i64 ``[n]``."""
@@ -136,6 +138,8 @@ def row_ids_of_collisions(keys: Mapping[str, Any], num_rows: int, read: Callable
         if ids.numel() != num_rows:
             raise ValueError(f"checkpoint: {name} has {ids.numel()} ids, the table {num_rows} rows")
         return _last_of_each(RowIds(num_rows, ids, ids != _FREE_IDENTITY))
+    keys = dict(keys)
+    of_counts = keys.pop(COUNTS, None)
     missing = {SORTED_IDS, ROWS_OF_IDS} - set(keys)
     if missing:
         raise ValueError(
@@ -149,11 +153,20 @@ def row_ids_of_collisions(keys: Mapping[str, Any], num_rows: int, read: Callable
             f"{num_rows}; they must be as many"
         )
     taken = ids != _FREE_SORTED
+    counts = None if of_counts is None else read(str(of_counts)).reshape(-1)
+    if counts is not None and counts.shape != ids.shape:
+        raise ValueError(f"checkpoint: {of_counts} has {counts.numel()} counts for {ids.numel()} ids")
+    counts = None if counts is None else counts[taken]
     rows, ids = rows[taken], ids[taken]
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
         raise ValueError(f"checkpoint: {keys[ROWS_OF_IDS]} names rows outside of 0..{num_rows - 1}")
     _check_distinct(rows, f"checkpoint: {keys[ROWS_OF_IDS]}: row")
-    return _last_of_each(_scattered(num_rows, rows, ids))
+    found = _last_of_each(_scattered(num_rows, rows, ids))
+    if counts is None:
+        return found
+    dense = torch.ones(num_rows, dtype=torch.int64)
+    dense[rows] = counts.clamp(min=1)
+    return replace(found, counts=dense)
 
 
 def _integers(value: Any, name: str) -> torch.Tensor:

@@ -47,6 +47,20 @@ class _Cut(NamedTuple):
     position: int
 
 
+class Received(NamedTuple):
+    """Rows that have reached the owner of their ids.
+
+    Attributes:
+        rows: their numbers in the static table, i64 ``[n]``.
+        ids: i64 ``[n]``.
+        columns: of each matrix, f32 ``[n, columns]``.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    columns: list[torch.Tensor]
+
+
 class Stream:
     """Brings the rows of a table to the ranks that own their ids; all ranks go through the same blocks.
 
@@ -87,7 +101,7 @@ class Stream:
         cuts = self._cuts(block, self._ranks.rank)
         return [self._matrices[cut.matrix].read(cut.box, cut.begin, cut.end).float() for cut in cuts]
 
-    def exchange(self, block: Block, values: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def exchange(self, block: Block, values: list[torch.Tensor]) -> Received:
         """Send what was read to its owners; a collective.
 
         Args:
@@ -95,17 +109,20 @@ class Stream:
             values: what ``read`` returned for it.
 
         Returns:
-            ``(ids i64[n], matrices f32[n, columns])`` of the rows whose ids this rank owns.
+            The rows whose ids this rank owns.
         """
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        ids, has = self._row_ids.of(block.rows)
+        block_rows = block.rows
+        ids, has = self._row_ids.of(block_rows)
         owners = self._owners(ids)
         if has is not None:
             owners = torch.where(has, owners, -1)
         own = owners == rank
         if world_size == 1:
             columns = [self._joined(block, m, values) for m in range(len(self._matrices))]
-            return (ids, columns) if has is None else (ids[own], [column[own] for column in columns])
+            if has is None:
+                return Received(block_rows, ids, columns)
+            return Received(block_rows[own], ids[own], [column[own] for column in columns])
         # Of each row of the block that is ours: which of them it is.
         place = own.cumsum(0) - 1
         cuts = [self._cuts(block, r) for r in range(world_size)]
@@ -119,7 +136,7 @@ class Stream:
                 found = data[begin : begin + rows.numel() * width].view(-1, width)
                 result[cut.matrix][rows, cut.box.column : cut.box.column + width] = found
                 begin += rows.numel() * width
-        return ids[own], result
+        return Received(block_rows[own], ids[own], result)
 
     def _joined(self, block: Block, m: int, values: list[torch.Tensor]) -> torch.Tensor:
         """Return the rows of a matrix, all of which this rank has read."""
