@@ -70,6 +70,20 @@ def test_rows_find_the_owner_of_any_routing(ranks: RankPool, dist_type: str) -> 
     ranks.run(2, goes_on, KINDS[1], (("dist_type", dist_type),))
 
 
+def goes_on_with_other_ids(rank: int, world_size: int, kind: Kind, ids: torch.Tensor) -> None:
+    static = trained(rank, world_size, kind)
+    dynamic = build(kind, world_size, dynamic=True)
+    maps = {f"bag{i}": ids for i in range(len(kind.bags))} | {"model.sequences.seq0": ids, "seq1": ids}
+    import_static(dynamic, static.state_dict(), static.fused_optimizer.state_dict(), id_maps=maps)
+    found = train(dynamic, kind, rank, range(3, 8), ids)
+    assert_equal(found, train(static, kind, rank, range(3, 8)))
+
+
+def test_training_goes_on_with_the_ids_of_a_map(ranks: RankPool) -> None:  # noqa: F811
+    ids = torch.cat([torch.tensor([2**63 - 1, -(2**63), -1]), torch.arange(NUM_IDS - 3) * 7919**3 - 2**50])
+    ranks.run(2, goes_on_with_other_ids, KINDS[1], ids)
+
+
 # Folders
 
 

@@ -1,8 +1,10 @@
 """Files and folders that static tables come from, read row by row, whole and damaged."""
 
+import io
 import pickle
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from dynamicemb import CheckpointCorruptError, DynamicEmbError, import_static
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.static.folder import entries_of_folder
+from dynamicemb.checkpoint.static.folder import StoredPiece, entries_of_folder
 from dynamicemb.checkpoint.static.matrix import matrix_of
 from dynamicemb.checkpoint.static.row_ids import RowIds
 from dynamicemb.checkpoint.static.stream import Stream
@@ -160,3 +162,19 @@ def test_folders_of_all_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     tables = module()
     import_static(tables, str(tmp_path / "s"))
     assert torch.equal(held(tables), weights.float())
+
+
+def test_a_piece_is_found_inside_a_larger_storage_and_file(tmp_path: Path) -> None:
+    rows, stream = rows_of(20), io.BytesIO()
+    torch.save(rows[3:7], stream)
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(b"before" + stream.getvalue() + b"behind")
+    place = SimpleNamespace(offset=6, length=len(stream.getvalue()))
+    piece = StoredPiece(path, place, "t", (10, 0), (4, DIM))
+    piece.check()
+    assert torch.equal(piece.read(11, 13), rows[4:6]) and piece.read(12, 12).shape == (0, DIM)
+    with pytest.raises(CheckpointCorruptError, match="a contiguous tensor of shape .5, 4. for t"):
+        StoredPiece(path, place, "t", (10, 0), (5, DIM)).check()
+    path.write_bytes(b"before" + stream.getvalue()[:800])
+    with pytest.raises(CheckpointCorruptError, match="bytes for t"):
+        piece.read(10, 14)
