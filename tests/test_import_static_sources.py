@@ -51,6 +51,21 @@ def test_a_folder_has_rows_and_state(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("number", [{"t.iter": torch.tensor([4])}, {"step": torch.tensor(4.0)}])
+def test_a_folder_may_have_the_steps_of_adam(tmp_path: Path, number: dict[str, torch.Tensor]) -> None:
+    first = module("adam")
+    train(first, range(4))
+    weights, state = as_static(first, 20, "ebc.")
+    counted = {"state": {key: items | number for key, items in state["state"].items()}}
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=str(tmp_path / "without"))
+    dcp.save({"model": weights, "optim": counted}, checkpoint_id=str(tmp_path / "with"))
+    tables = module("adam")
+    with pytest.raises(ValueError, match="pass step="):
+        import_static(Holder(tables), tmp_path / "without")
+    import_static(Holder(tables), tmp_path / "with")
+    assert all(torch.equal(a, b) for a, b in zip(train(tables, range(4, 8)), train(first, range(4, 8)), strict=True))
+
+
 def test_a_file_of_plain_tensors(tmp_path: Path) -> None:
     first = module("exact_adagrad")
     train(first, range(4))
@@ -82,8 +97,15 @@ def test_places_without_a_checkpoint(tmp_path: Path) -> None:
         import_static(module(), tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "header"])
-def test_a_damaged_folder_is_refused_before_the_table_changes(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "at least .* bytes, got no file"),
+        ("short", "at least .* bytes"),
+        ("header", "a tensor for model.ebc"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_the_table_changes(tmp_path: Path, damage: str, message: str) -> None:
     folder = saved(tmp_path)
     (file,) = Path(folder).glob("*.distcp")
     data = file.read_bytes()
@@ -94,7 +116,7 @@ def test_a_damaged_folder_is_refused_before_the_table_changes(tmp_path: Path, da
         file.write_bytes(bytes(len(data)))
     tables = module("exact_adagrad")
     tables.insert("t", torch.tensor([-5]), torch.ones(1, DIM))
-    with pytest.raises(CheckpointCorruptError, match="distcp"):
+    with pytest.raises(CheckpointCorruptError, match=f"distcp.*{message}"):
         import_static(Holder(tables), folder)
     assert tables.contains("t", torch.tensor([-5])).all()
 

@@ -119,10 +119,11 @@ class Stream:
             owners = torch.where(has, owners, -1)
         own = owners == rank
         if world_size == 1:
-            columns = [self._joined(block, m, values) for m in range(len(self._matrices))]
+            # It has read whole rows.
+            assert len(values) == len(self._matrices)
             if has is None:
-                return Received(block_rows, ids, columns)
-            return Received(block_rows[own], ids[own], [column[own] for column in columns])
+                return Received(block_rows, ids, values)
+            return Received(block_rows[own], ids[own], [column[own] for column in values])
         # Of each row of the block that is ours: which of them it is.
         place = own.cumsum(0) - 1
         cuts = [self._cuts(block, r) for r in range(world_size)]
@@ -137,18 +138,6 @@ class Stream:
                 result[cut.matrix][rows, cut.box.column : cut.box.column + width] = found
                 begin += rows.numel() * width
         return Received(block_rows[own], ids[own], result)
-
-    def _joined(self, block: Block, m: int, values: list[torch.Tensor]) -> torch.Tensor:
-        """Return the rows of a matrix, all of which this rank has read."""
-        matrix = self._matrices[m]
-        parts = [(cut, data) for cut, data in zip(self._cuts(block, 0), values, strict=True) if cut.matrix == m]
-        if len(parts) == 1:
-            return parts[0][1]
-        result = torch.empty(block.num_rows, matrix.num_columns)
-        for cut, data in parts:
-            box = cut.box
-            result[cut.position : cut.position + len(data), box.column : box.column + box.num_columns] = data
-        return result
 
     def _cuts(self, block: Block, rank: int) -> list[_Cut]:
         """Return what a rank reads for a block, in an order that all ranks know."""
