@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dynamicemb import DynamicEmbError, import_static
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.state_dict_shards import sharded
 from tests.checkpoints import records
 from tests.ranks import RankError, RankPool, ranks  # noqa: F401
 from tests.sharded_model import dynamic_modules
@@ -65,6 +67,21 @@ def test_a_table_that_is_whole_on_some_ranks_reaches_all(
         assert joined([rows for _, rows in parts]) == expected(torch.arange(NUM_IDS) if given is None else ids)
         assert all(report.num_rows == NUM_IDS and report == parts[0][0] for report, _ in parts)
         assert all(rows for _, rows in parts)
+
+
+def import_uneven(rank: int, world_size: int, counts: list[int]) -> Any:
+    (weights,), (state,) = whole()[0].values(), whole()[1]["state"].values()
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    shards = sharded(weights[own], counts, Ranks())
+    moments = {"bag0.momentum1": sharded(state["bag0.momentum1"][own], counts, Ranks())}
+    dynamic = build(ONE, world_size, dynamic=True)
+    import_static(dynamic, {KEY: shards}, {"state": {KEY: moments}})
+    return held(dynamic)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 20], [19, 3, 1]])
+def test_shards_of_any_size_are_put_in_their_places(ranks: RankPool, counts: list[int]) -> None:  # noqa: F811
+    assert joined(ranks.run(3, import_uneven, counts)) == expected(torch.arange(NUM_IDS))
 
 
 def import_shards_of_dtensor(rank: int, world_size: int) -> Any:
