@@ -21,8 +21,9 @@ class Key(NamedTuple):
     """An entry of a checkpoint that belongs to a table.
 
     Attributes:
-        path: of the collection, without what stands before and behind it; ``("ebc",)`` in
-        ``ebc.embedding_bags.t.weight``. table: the table's name.
+        path: of the collection, as ``("ebc",)`` in ``ebc.embedding_bags.t.weight``; behind the optimizer's own, and
+            without wrappers.
+        table: the table's name.
         item: what of the table, such as ``momentum1``; empty for weights.
         text: the whole key.
         is_managed: whether a managed-collision collection has the table.
