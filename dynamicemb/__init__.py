@@ -73,6 +73,7 @@ __all__ = [
     "dyn_emb_to_torch",
     "get_sharded_table_capacity",
     "get_table_value_bytes",
+    "import_static",
     "state_dict_without_rows",
     "string_to_evict_strategy",
     "torch_to_dyn_emb",
@@ -88,6 +89,10 @@ def __getattr__(name: str) -> Any:
         from dynamicemb import dump_load
 
         return getattr(dump_load, name)
+    if name == "import_static":
+        from dynamicemb.dump_load import import_static
+
+        return import_static
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,0 +1,1 @@
+"""Import of static tables: a checkpoint of TorchRec fills dynamic tables."""
