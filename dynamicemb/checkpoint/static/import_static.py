@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from dynamicemb.checkpoint.load import warn_of_outstanding
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.read_ahead import ReadAhead
 from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
@@ -59,7 +60,7 @@ def import_static(
 ) -> dict[str, dict[str, StaticTableReport]]:
     """Fill the dynamic tables of a model from a checkpoint of static ones; a collective on the ranks of ``pg``.
 
-    What the named tables held is gone. Ids get the scores that ``insert`` gives. The learning rate and the other
+    What the named tables held is gone, and gradients of forwards before this call will be dropped. Ids get the scores that ``insert`` gives. The learning rate and the other
     numbers of the optimizer stay those of the model. Everything is checked before a table is touched, and each row is
     compared after it was written.
 
@@ -84,8 +85,8 @@ def import_static(
 
     Raises:
         CheckpointCorruptError: a file is missing, too short or unreadable.
-        DynamicEmbError: a forward's backward has not run, a CUSTOMIZED table has no score, or rows are not as they were
-            written; in the last case the tables are empty.
+        DynamicEmbError: a CUSTOMIZED table has no score, or rows are not as they were written; in the last case the
+            tables are empty.
         FileNotFoundError: there is no checkpoint.
         OSError: the disk failed; the tables are empty.
         TypeError: an argument of the wrong type.
@@ -107,6 +108,7 @@ def import_static(
     planner = Planner(entries, of_optimizer, ranks)
     plans = [planner.plan(match, maps.get(match.table)) for match in matches]
     updates = ranks.each(lambda: _updates(plans, step, ranks))
+    ranks.each(lambda: warn_of_outstanding([plan.table for plan in plans]))
     return _import(plans, updates, ranks)
 
 

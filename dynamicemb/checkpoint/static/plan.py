@@ -16,7 +16,6 @@ from dynamicemb.checkpoint.static.matrix import Box, Matrix, column_blocks, matr
 from dynamicemb.checkpoint.static.optimizer_state import STEPS, Assembly, Stored, recognise, shares_of
 from dynamicemb.checkpoint.static.row_ids import RowIds, row_ids_of_collisions, row_ids_of_map
 from dynamicemb.optimizer import OptimizerKind
-from dynamicemb.table.import_step import check_importable
 from dynamicemb.warn import warn
 
 # Rows that a rank sends the others at a time.
@@ -222,7 +221,6 @@ def _check_weights(table: Table, key: str, described: list[Described | None]) ->
             f"table {table} has dim {table.dim}, {key} of the checkpoint the size {list(size)}; make the table with "
             f"embedding_dim={size[-1] if size else 0}"
         )
-    check_importable(table.group)
     check_scored(table)
     return size
 
