@@ -97,8 +97,8 @@ def test_c14_gradients_of_rows_that_a_load_replaced_are_dropped(backend: str, tm
     before, read = places(module, EXTREME), out.detach().clone()
     with warned(1, r"\['(model/)?a', '(model/)?b'\]"):
         load(module, way, saved)
-    # A GPU fills a bucket in any order.
-    assert backend == "cuda" or places(module, EXTREME) == before
+    # Kernels in Triton fill a bucket in any order.
+    assert backend != "cpu" or places(module, EXTREME) == before
     with silence():
         load(other, way, saved)
     assert torch.equal(out, read) and rows(module) == rows(other)

@@ -60,9 +60,9 @@ def import_static(
 ) -> dict[str, dict[str, StaticTableReport]]:
     """Fill the dynamic tables of a model from a checkpoint of static ones; a collective on the ranks of ``pg``.
 
-    What the named tables held is gone, and gradients of forwards before this call will be dropped. Ids get the scores that ``insert`` gives. The learning rate and the other
-    numbers of the optimizer stay those of the model. Everything is checked before a table is touched, and each row is
-    compared after it was written.
+    What the named tables held is gone, and gradients of forwards before this call are dropped. Ids get the scores that
+    ``insert`` gives. The learning rate and the other numbers of the optimizer stay those of the model. Everything is
+    checked before a table is touched, and each row is compared after it was written.
 
     Args:
         model: the model, after sharding.
