@@ -179,6 +179,11 @@ class Vocabulary:
         """Return the number of rows of the table, the one of unknown ids included."""
         return len(self._ids[feature]) + 1
 
+    def rows(self, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of a static table that belong to an id, and these ids, both i64[U]."""
+        ids = torch.from_numpy(self._ids[feature])
+        return torch.arange(1, len(ids) + 1), ids
+
     def encode(self, ratings: Ratings) -> Ratings:
         """Return the ratings with every id replaced by its number."""
         bags = {}

@@ -101,7 +101,7 @@ def train(
             shuffle = 1000 * settings.seed + epoch
             inputs = batches(data.train, settings.batch_size, rank, world_size, shuffle)
             for batch in inputs:
-                _train_step(model, optimizer, batch)
+                train_step(model, optimizer, batch)
                 bar.update()
                 if on_step is not None:
                     on_step(next(numbers))
@@ -112,9 +112,11 @@ def train(
     return Result(all_users, known_users, time.perf_counter() - start)
 
 
-def _train_step(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+def train_step(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+    """Train on this rank's share of a batch; returns its mean loss."""
     batch = batch.to(model.device)
     loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.ids), batch.labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    return loss.detach()

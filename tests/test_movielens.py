@@ -329,3 +329,30 @@ def check_stats(output: str) -> None:
     assert {name for name, (_, _, evicted, _) in stats.items() if evicted} == full
     assert full >= {"item", "occupation_item", "user", "user_genre"}
     assert all(size <= capacity and failed == 0 for size, capacity, _, failed in stats.values())
+
+
+def warm_start(num_processes: int, variables: dict[str, str]) -> None:
+    """Move the model from static tables to dynamic ones; the losses of the steps after must agree."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    command += [str(EXAMPLES / "warm_start.py"), "--steps", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    largest = re.search(r"^largest difference of 20 steps: (\S+): ok$", done.stdout, re.MULTILINE)
+    assert largest is not None and float(largest[1]) <= 1e-5
+    # A model that forgot what the static one learned would be far from it in the first step already.
+    first = re.search(r"│ 1 +│ (0\.\d+) │ (0\.\d+) │", done.stdout)
+    assert first is not None and 0.3 < float(first[1]) < 0.6
+
+
+@pytest.mark.distributed
+def test_c13_a_warm_start_goes_on_as_the_static_tables_would() -> None:
+    warm_start(2, environment())
+
+
+@pytest.mark.distributed
+@pytest.mark.cuda
+def test_c13_a_warm_start_on_a_gpu() -> None:
+    skip_without_gpus(1)
+    variables = environment()
+    del variables["CUDA_VISIBLE_DEVICES"]
+    warm_start(1, variables)
