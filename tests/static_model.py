@@ -27,6 +27,7 @@ class Kind:
         dim: of all tables.
         options: of the dynamic tables.
         num_embeddings: of the dynamic tables.
+        device: "cpu" or "cuda".
     """
 
     optimizer: str = "EXACT_ADAGRAD"
@@ -35,6 +36,7 @@ class Kind:
     dim: int = 8
     options: tuple[tuple[str, Any], ...] = ()
     num_embeddings: int = 512
+    device: str = "cpu"
 
 
 class Net(nn.Module):
@@ -108,11 +110,11 @@ def build(kind: Kind, world_size: int, dynamic: bool, env: Any = None) -> Any:
         warnings.simplefilter("ignore")
         planner = DynamicEmbeddingShardingPlanner(
             [*bags, *sequences],
-            topology=Topology(world_size, "cpu", local_world_size=local_world_size()),
+            topology=Topology(world_size, kind.device, local_world_size=local_world_size()),
             constraints=constraints,
         )
         plan = planner.collective_plan(model, sharders)
-        made = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+        made = DistributedModelParallel(model, env=env, device=torch.device(kind.device), plan=plan, sharders=sharders)
     return made
 
 
@@ -125,7 +127,7 @@ def batch(kind: Kind, step: int, rank: int, ids: torch.Tensor | None = None) -> 
     lengths = torch.randint(0, 5, (len(keys) * BATCH_SIZE,), generator=generator)
     rows = torch.randint(0, NUM_IDS, (int(lengths.sum()),), generator=generator)
     values = rows if ids is None else ids[rows]
-    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, stride=BATCH_SIZE)
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, stride=BATCH_SIZE).to(kind.device)
 
 
 def train(
@@ -136,7 +138,8 @@ def train(
     for step in steps:
         found = model(batch(kind, step, rank, ids))
         model.zero_grad()
-        sum((value * torch.linspace(-1, 2, value.shape[1])).square().sum() for value in found.values()).backward()
+        weights = torch.linspace(-1, 2, kind.dim, device=kind.device)
+        sum((value * weights).square().sum() for value in found.values()).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:

@@ -160,7 +160,7 @@ def rows_on_one_rank(rank: int, world_size: int, path: str, dtype: torch.dtype) 
     tables = [
         options(embedding_dtype=dtype, capacity=256, score_strategy=DynamicEmbScoreStrategy.LFU) for _ in range(2)
     ]
-    module, other = (make_module(tables, optimizer="adam") for _ in range(2))
+    module, other = (make_module(tables, optimizer="adam", device="cpu") for _ in range(2))
     mine = [i for i in (1, 3, -1, 7) if i % world_size == rank]
     ids = torch.tensor(mine, dtype=torch.int64)
     # The first table alone is looked up.
@@ -186,7 +186,7 @@ def copies(rank: int, world_size: int, path: str) -> None:
     from dynamicemb.checkpoint.state_dict_shards import RowsOfRanks
     from dynamicemb.table.ownership import owner_of
 
-    module = make_module([options(capacity=256)], optimizer="adam")
+    module = make_module([options(capacity=256)], optimizer="adam", device="cpu")
     ids = torch.tensor([*EXTREME, *range(40)])
     module(*bag_per_id(ids[owner_of(ids, world_size) == rank].tolist())).pow(2).sum().backward()
     state = module.state_dict()
@@ -204,7 +204,7 @@ def copies(rank: int, world_size: int, path: str) -> None:
     assert type(sent) is RowsOfRanks and sent.metadata() == state[name].metadata()
     assert torch.equal(sent.local_shards()[0].tensor, state[name].local_shards()[0].tensor)
     torch.save(copied, f"{path}.{rank}")
-    other = make_module([options(capacity=256)], optimizer="adam")
+    other = make_module([options(capacity=256)], optimizer="adam", device="cpu")
     other.load_state_dict(torch.load(f"{path}.{rank}", weights_only=True))
     assert without_scores(records(other, "a")) == without_scores(records(module, "a")) != {}
 
