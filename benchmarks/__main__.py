@@ -99,8 +99,8 @@ def _write_page(folder: Path, console: Console) -> int:
 
 
 def _latest(path: Path) -> list[report.Line]:
-    """Return the last line of every case of a file."""
-    return report.read_json(path, [case.name for cases in CASES.values() for case in cases])
+    """Return the last result of every case of a file."""
+    return list({line["case"]: line for line in report.read_all(path) if "error" not in line}.values())
 
 
 def _run(args: argparse.Namespace, cases: list[Case], path: Path, console: Console) -> list[dict[str, Any]]:

@@ -204,3 +204,15 @@ def test_a_result_without_a_graph_or_a_baseline() -> None:
     assert (Times.of(line).eager, Times.of(line).graph_to_eager, Times.of(line).graph) == (0.5, None, None)
     assert (target_of(line), target_of(line, eager=True)) == (0.7, None)
     assert answered(question("evaluation", "cuda"), [gpu_line("a_eval", baseline="")]) == []
+
+
+def test_a_case_that_fails_leaves_its_last_result_in_the_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    failed = {**MACHINE, "case": "a_eval", "device": "cuda", "error": "RuntimeError: no"}
+    lines = [gpu_line("a_eval"), failed]
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(page, "write", lambda folder, path: None)
+    assert main(["--page", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.glob("*.png")] == ["gpu_evaluation.png"]
