@@ -1,5 +1,7 @@
 """Command line: ``python -m benchmarks [--device cpu|cuda] [--cases NAME ...] [--phases]``.
 
+``python -m benchmarks --page`` measures nothing: it writes docs/measurements.md and the pictures from the results.
+
 On a machine that runs other things too, set ``OMP_WAIT_POLICY=passive``: threads that spin at a barrier otherwise keep
 the core from the thread they wait for, and a parallel region takes milliseconds instead of microseconds.
 """
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import plot, report
+from benchmarks import page, plot, report
 from benchmarks.cases import CASES, Case, select
 from benchmarks.machine import default_name, describe
 from benchmarks.runner import Effort, describe_error, run_case
@@ -34,6 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--report", action="store_true", help="measure nothing: report the last line of every case")
+    parser.add_argument("--page", action="store_true", help="measure nothing: write docs/measurements.md and pictures")
     parser.add_argument("--phases", action="store_true", help="add where the time of our step goes")
     parser.add_argument("--quick", action="store_true", help="fewer turns and steps")
     parser.add_argument("--threads", type=int, help="threads of torch, and thereby of numba (default 2 on the CPU)")
@@ -65,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         for case in cases:
             console.print(case.name)
         return 0
+    if args.page:
+        return _write_page(args.out, console)
     if args.threads:
         torch.set_num_threads(args.threads)
     path = args.out / f"{args.name or default_name(args.device)}.jsonl"
@@ -76,12 +81,26 @@ def main(argv: list[str] | None = None) -> int:
     if good:
         report.print_results(good, console)
         report.print_phases(good, console)
-        if not plot.plot(good, path.with_suffix(".png")):
-            console.print("no plot: matplotlib is not installed")
+        # A run of a few cases leaves the others in the pictures.
+        if not plot.plot(_latest(path), args.out, path.stem):
+            console.print("no pictures: matplotlib is not installed, or no question is about these cases")
     for line in lines:
         if "error" in line:
             console.print(f"{line['case']} FAILED: {line['error']}", markup=False)
     return 0 if len(good) == len(lines) else 1
+
+
+def _write_page(folder: Path, console: Console) -> int:
+    """Write the page of the measurements, and draw the pictures of every file of results."""
+    page.write(folder, page.PAGE)
+    drawn = [path for file in sorted(folder.glob("*.jsonl")) for path in plot.plot(_latest(file), folder, file.stem)]
+    console.print(f"{page.PAGE}, {len(drawn)} pictures", markup=False, soft_wrap=True)
+    return 0
+
+
+def _latest(path: Path) -> list[report.Line]:
+    """Return the last result of every case of a file."""
+    return list({line["case"]: line for line in report.read_all(path) if "error" not in line}.values())
 
 
 def _run(args: argparse.Namespace, cases: list[Case], path: Path, console: Console) -> list[dict[str, Any]]:

@@ -170,8 +170,13 @@ def append_json(lines: list[Line], path: Path) -> None:
 
 def read_json(path: Path, cases: list[str]) -> list[Line]:
     """Return the last line of each of the cases that the file has, in the order of ``cases``."""
-    last = {line["case"]: line for line in map(json.loads, path.read_text().splitlines())}
+    last = {line["case"]: line for line in read_all(path)}
     return [last[case] for case in cases if case in last]
+
+
+def read_all(path: Path) -> list[Line]:
+    """Return all lines of a file, the oldest first."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def rounded(value: Any) -> Any:
