@@ -51,7 +51,7 @@ def row_of(module: BatchedDynamicEmbeddingTablesV2, table: str, key: int) -> tup
     """Return ``(weights [D], state [num_state])`` of a resident id."""
     group = module.tables
     t = group.names.index(table)
-    rows = group.find(torch.tensor([key], device=group.device), group._ranges_of(t, 1))
+    rows = group.find(torch.tensor([key], device=group.device), group.ranges_of(t, 1))
     assert rows[0] >= 0, f"{key} is not in table {table}"
     weights, state = group.read(t, rows)
     return weights[0], state[0]

@@ -55,7 +55,7 @@ def rows(module: Any) -> dict[str, Any]:
 
 def places(module: Any, ids: list[int]) -> list[int]:
     group = module.tables
-    found: list[int] = group.find(torch.tensor(ids, device=group.device), group._ranges_of(0, len(ids))).tolist()
+    found: list[int] = group.find(torch.tensor(ids, device=group.device), group.ranges_of(0, len(ids))).tolist()
     return found
 
 

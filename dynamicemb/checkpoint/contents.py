@@ -232,7 +232,7 @@ def _counts(table: Table) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def _find(table: Table, ids: torch.Tensor) -> torch.Tensor:
     # By the time that the dump observed: one that expires now is neither here nor in the rows of the dump gone.
     group = table.group
-    return (group.find(ids.to(group.device), group._ranges_of(table.index, ids.numel())) >= 0).cpu()
+    return (group.find(ids.to(group.device), group.ranges_of(table.index, ids.numel())) >= 0).cpu()
 
 
 def _nothing_held(ids: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ def load_own(counter: Counter, table: Table, batches: Counts, disk: FileSystem) 
     with temporary_folder() as folder:
         with FileWriter(disk, folder, COUNTER_KEYS) as keys, FileWriter(disk, folder, COUNTER_FREQUENCIES) as counts:
             for ids, occurrences in batches:
-                rows = group.find(ids.to(group.device), group._ranges_of(table.index, ids.numel())).cpu()
+                rows = group.find(ids.to(group.device), group.ranges_of(table.index, ids.numel())).cpu()
                 keys.write(ids[rows < 0].numpy())
                 counts.write(occurrences[rows < 0].numpy())
         counter.load(join(folder, COUNTER_KEYS), join(folder, COUNTER_FREQUENCIES), table.index)

@@ -1,9 +1,8 @@
 """The tables of one module, fused in one index: find, insert, erase, export, statistics."""
 
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,54 +10,25 @@ import torch
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.backends import kernels_for
+from dynamicemb.table.contents import GroupContents, GroupOptions
 from dynamicemb.table.counter import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.crowding import roomy_factor
 from dynamicemb.table.growth import Growth, GrowthLimits, grow_by, make_room
-from dynamicemb.table.index import DROPPED, EXPIRED, NOW, SEEN, Index
+from dynamicemb.table.index import DROPPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
-from dynamicemb.table.layout import DIGEST_ERASED, FeatureLayout
+from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup, without_tables
 from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
-from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
-from dynamicemb.table.scores import COUNT_NONE, MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
+from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
 from dynamicemb.table.touched import Mark
 
-# Erased slots lengthen probes; a table is rebuilt when they exceed this share.
-_REBUILD_SHARE = 4
 
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What holds for all tables of a group.
-
-    Attributes:
-        bucket_capacity: slots of a bucket, a multiple of 16.
-        dtype: dtype of the weights.
-        strategies: SCORE_* of each table, which score a touch leaves.
-        seed: seed of the initial values.
-        state_value: what optimizer state starts at.
-        protect_steps: finished steps whose ids are still not evicted.
-        score_function: what ranks instead of compound scores, as ``score_function.translate`` returned it.
-        ttls: nanoseconds without a touch after which the ids of a table are forgotten, or NEVER; empty if none are.
-            Only a table with a timestamp has one.
-    """
-
-    bucket_capacity: int
-    dtype: torch.dtype
-    strategies: tuple[int, ...]
-    seed: int
-    state_value: float = 0.0
-    protect_steps: int = 0
-    score_function: str | None = None
-    ttls: tuple[int, ...] = ()
-
-
-class TableGroup:
+class TableGroup(GroupContents):
     """Dynamic embedding tables that share one index.
 
     Batches hold the ids of one table after those of another: ``table_ranges`` i64 ``[T+1]`` says which occurrences
@@ -177,9 +147,11 @@ class TableGroup:
     def make_room(self, ids: torch.Tensor, offsets: torch.Tensor, layout: FeatureLayout) -> None:
         """Grow the tables that a batch would fill beyond their load factor; before its step begins."""
         if self.growth is not None:
-            self._make_room(ids, lambda: layout.table_ranges(offsets))
+            self.make_room_for(ids, lambda: layout.table_ranges(offsets))
 
-    def _make_room(self, ids: torch.Tensor, ranges_of: Callable[[], torch.Tensor]) -> None:
+    def make_room_for(self, ids: torch.Tensor, ranges_of: Callable[[], torch.Tensor]) -> None:
+        """Grow the tables that ids i64 ``[N]`` would fill; ``ranges_of`` returns their ``table_ranges`` if needed."""
+
         def new(tables: list[int]) -> list[torch.Tensor]:
             ranges = ranges_of()
             missing = self.find(ids, ranges) < 0
@@ -261,7 +233,7 @@ class TableGroup:
         every new id for admitted.
         """
         if self.growth is not None:
-            self._make_room(ids, lambda: table_ranges)
+            self.make_room_for(ids, lambda: table_ranges)
         self.observe_time()
         rows = self.find(ids, table_ranges)
         if self.admission is not None and not admit_all:
@@ -291,7 +263,7 @@ class TableGroup:
 
     def plan_import(self, table: int, ids: torch.Tensor) -> InsertPlan:
         """Do what ``plan_inserts`` does, for ids of one table."""
-        return self.plan_inserts(ids, self._ranges_of(table, ids.numel()), [table])[0]
+        return self.plan_inserts(ids, self.ranges_of(table, ids.numel()), [table])[0]
 
     def still_owned(self, lookup: Lookup, step: int) -> Lookup:
         """Return an earlier lookup with row -1 where the id has lost its row since, or a load replaced the row.
@@ -322,161 +294,6 @@ class TableGroup:
         clock = self.index.clock
         keys = self.initializers.keys
         self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, keys)
-
-    # Contents
-
-    def size(self, table: int) -> int:
-        """Return how many places of a table are taken, those of ids that have expired since included."""
-        return int((self._slots_of(table, self.index.digests) >= 2).sum())
-
-    def _slots_of(self, table: int, values: torch.Tensor) -> torch.Tensor:
-        capacity = self.index.bucket_capacity
-        begin, end = int(self.index.bucket_offsets[table]), int(self.index.bucket_offsets[table + 1])
-        return values[begin * capacity : end * capacity]
-
-    def _ranges_of(self, table: int, count: int) -> torch.Tensor:
-        """Return the ``table_ranges`` of a batch whose ids all belong to one table."""
-        ranges = torch.zeros(len(self.names) + 1, dtype=torch.int64, device=self.device)
-        ranges[table + 1 :] = count
-        return ranges
-
-    def scan(self, table: int, min_score: int = 0) -> torch.Tensor:
-        """Return the occupied slots of a table with at least this score or, compound, stamp; i64 ``[M]``, ascending.
-
-        Ids that have expired are not there.
-        """
-        slots = self.kernels.scan(self.index, table, min_score)
-        if not self.index.expires:
-            return slots
-        self.observe_time()
-        return slots[~self.index.expired(table, slots)]
-
-    def scores(self, table: int, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Return the score of slots i64 ``[M]``, each i64 ``[M]``; compound: the stamp and then the frequency."""
-        score = self.index.scores[slots]
-        return [self.index.stamps[slots], score] if self.options.strategies[table] == SCORE_COMPOUND else [score]
-
-    def read(self, table: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(weights f32[M, D], state f32[M, num_state])`` of rows i32 ``[M]``."""
-        return self.kernels.read_rows(self.store, table, rows)
-
-    def contains(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Return bool ``[N]``: which ids the table holds."""
-        with self.lock:
-            self.observe_time()
-            return self.find(ids, self._ranges_of(table, ids.numel())) >= 0
-
-    def erase(self, table: int, ids: torch.Tensor) -> int:
-        """Remove ids of a table; returns how many were there. They start fresh when they return."""
-        with self.lock:
-            self.observe_time()
-            erased = self.kernels.erase(self.index, ids, self._ranges_of(table, ids.numel()))
-            count = int(erased.sum())
-            if count and self.growth is not None:
-                self.growth.erased(table, count, self.steps.current)
-            self._erased(table, count)
-        return count
-
-    def erase_expired(self, table: int) -> int:
-        """Give the places of ids that have expired free; returns how many there were."""
-        if not self.index.expires:
-            return 0
-        with self.lock:
-            self.observe_time()
-            # No score is lower: every occupied slot.
-            slots = self.kernels.scan(self.index, table, 0)
-            gone = slots[self.index.expired(table, slots)]
-            self.index.digests[gone] = DIGEST_ERASED
-            self.index.counters[table, EXPIRED] += gone.numel()
-            self._erased(table, gone.numel())
-        return gone.numel()
-
-    def _erased(self, table: int, count: int) -> None:
-        """Note that ids are gone; rebuild a table in which too many slots are erased."""
-        self.epoch += 1
-        if count:
-            digests = self._slots_of(table, self.index.digests)
-            if int((digests == DIGEST_ERASED).sum()) * _REBUILD_SHARE > digests.numel():
-                rebuild(self.index, self.kernels, table)
-
-    def assign(self, table: int, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Insert or overwrite ids with given weights; optimizer state of new ids starts at its initial value.
-
-        Args:
-            table: which table.
-            ids: i64 ``[N]``; of repeated ids the last counts.
-            weights: f32 ``[N, D]``.
-
-        Returns:
-            bool ``[N]``: False where the bucket was full of protected ids.
-        """
-        with self.lock:
-            if self.growth is not None:
-                self._make_room(ids, lambda: self._ranges_of(table, ids.numel()))
-            rows = self.insert_without_growing(table, ids)
-            last = _last_occurrences(rows)
-            keep = last[rows[last] >= 0]
-            self.kernels.write_rows(self.store, table, rows[keep], weights[keep].float(), None)
-        return rows >= 0
-
-    def insert_without_growing(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Touch or insert ids i64 ``[N]`` of a table outside of a lookup; return their rows i32 ``[N]``.
-
-        New ids are admitted, and start as in a lookup. The caller holds ``lock``.
-        """
-        step = self.begin_step(training=False)
-        # STEP does not count an import, but a threshold asked for before must find it: it has the next number.
-        ahead = int(self.options.strategies[table] == SCORE_STEP)
-        self.index.score_values[table] += ahead
-        try:
-            rows, _ = self.find_or_insert(ids, self._ranges_of(table, ids.numel()))
-        finally:
-            self.index.score_values[table] -= ahead
-            step.finish()
-        self.forget_counts(table, ids)
-        return rows
-
-    def forget_counts(self, table: int, ids: torch.Tensor) -> None:
-        """Erase ids that have got a row, although nobody admitted them, from the admission counter."""
-        if self.admission is None:
-            return
-        if self.admission.counter is not None:
-            self.kernels.erase(self.admission.counter, ids, self._ranges_of(table, ids.numel()))
-        elif self.admission.judge is not None and ids.numel():
-            distinct = torch.unique(ids)
-            self.admission.judge.forget(distinct, torch.full_like(distinct, table))
-
-    def set_score(self, table: int, value: int) -> None:
-        """Set the score that touches leave from now on (CUSTOMIZED)."""
-        assert self.options.strategies[table] == SCORE_CUSTOMIZED and 0 < value <= MAX_SCORE
-        with self.lock:
-            self.index.score_values[table] = value
-
-    def get_score(self, table: int) -> int:
-        """Return the score that the next step writes (STEP), or the last one written (others).
-
-        LFU: 1. Compound: the time of the last step, which is what it is asked by.
-        """
-        strategy = self.options.strategies[table]
-        if strategy == SCORE_LFU:
-            return 1
-        if strategy == SCORE_COMPOUND:
-            return int(self.index.clock[NOW])
-        value = int(self.index.score_values[table])
-        return value + 1 if strategy == SCORE_STEP else value
-
-    def now(self) -> int:
-        """Return Unix nanoseconds, later than any step so far and not later than any step to come."""
-        with self.lock:
-            now = max(int(self.index.clock[SEEN]) + 1, time.time_ns())
-            # The system's clock may be set back; the next step is at ``now`` or later all the same.
-            self.index.clock[[NOW, SEEN]] = now - 1
-        return now
-
-    def set_state_value(self, value: float) -> None:
-        """Start the optimizer state of ids to come at ``value``."""
-        self.options = replace(self.options, state_value=value)
-        self._newcomers.state_values.fill_(value)
 
     # Reports
 
@@ -521,11 +338,3 @@ class TableGroup:
         check_invariants(self.index, self.store, self.capacities)
         if self.admission is not None:
             self.admission.check_invariants()
-
-
-def _last_occurrences(rows: torch.Tensor) -> torch.Tensor:
-    """Return the position of the last occurrence of every distinct value, i64 ``[U]``."""
-    values, inverse = torch.unique(rows, return_inverse=True)
-    positions = torch.arange(rows.numel(), device=rows.device)
-    last = torch.zeros(values.numel(), dtype=torch.int64, device=rows.device)
-    return last.scatter_reduce_(0, inverse, positions, reduce="amax", include_self=False)

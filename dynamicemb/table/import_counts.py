@@ -57,7 +57,7 @@ class CountImport(ImportStep):
         group, counter = self._group, self._index
         last = last_of_each(ids)
         ids, counts = ids[last], counts[last].clamp(max=MAX_IMPORTED_COUNT)
-        wanted = (counts > 0) & (group.find(ids, group._ranges_of(self._table, ids.numel())) < 0)
+        wanted = (counts > 0) & (group.find(ids, group.ranges_of(self._table, ids.numel())) < 0)
         ids, counts = ids[wanted], counts[wanted]
         slots = self._find(ids)
         there = slots >= 0
@@ -70,7 +70,7 @@ class CountImport(ImportStep):
         self.num_lost = self._room.num_lost
         if placed.numel():
             new_ids, new = ids[placed], counts[placed]
-            group.kernels.add_counts(counter, new_ids, group._ranges_of(self._table, placed.numel()), new)
+            group.kernels.add_counts(counter, new_ids, group.ranges_of(self._table, placed.numel()), new)
             slots = self._find(new_ids)
             assert bool((slots >= 0).all()), "an import made room and did not find it"
             self._write(slots, new)
@@ -83,7 +83,7 @@ class CountImport(ImportStep):
     def _find(self, ids: torch.Tensor) -> torch.Tensor:
         group = self._group
         # A slot of a counter is its own row.
-        return group.kernels.find(self._index, ids, group._ranges_of(self._table, ids.numel()), False).long()
+        return group.kernels.find(self._index, ids, group.ranges_of(self._table, ids.numel()), False).long()
 
 
 def _ranks(scores: list[torch.Tensor]) -> np.ndarray:

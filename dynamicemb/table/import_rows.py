@@ -80,9 +80,9 @@ class RowImport(ImportStep):
 
     def _free_erased(self) -> None:
         """End the protection of erased slots, whose rows no backward will ask for."""
-        group, index = self._group, self._group.index
-        erased = group._slots_of(self._table, index.digests) == DIGEST_ERASED
-        group._slots_of(self._table, index.tags).masked_fill_(erased, 0)
+        index = self._group.index
+        slots = index.slots_of(self._table)
+        index.tags[slots].masked_fill_(index.digests[slots] == DIGEST_ERASED, 0)
 
     def _grow(self) -> None:
         """Let the table grow for all ids that will come, if it may."""
@@ -100,7 +100,7 @@ class RowImport(ImportStep):
             return
         _read_counters(group)
         before = group.index.num_slots
-        group._make_room(ids, lambda: group._ranges_of(self._table, ids.numel()))
+        group.make_room_for(ids, lambda: group.ranges_of(self._table, ids.numel()))
         if group.index.num_slots != before:
             self._look()
             self._room.look()
@@ -156,12 +156,12 @@ class RowImport(ImportStep):
 
     def _find(self, ids: torch.Tensor) -> torch.Tensor:
         group = self._group
-        return group.kernels.find(self._slot_index, ids, group._ranges_of(self._table, ids.numel()), False)
+        return group.kernels.find(self._slot_index, ids, group.ranges_of(self._table, ids.numel()), False)
 
     def _insert(self, ids: torch.Tensor) -> None:
         group = self._group
         # The rows are about to be written, so nobody needs their first values.
-        rows = group.kernels.place(group.index, ids, group._ranges_of(self._table, ids.numel()))
+        rows = group.kernels.place(group.index, ids, group.ranges_of(self._table, ids.numel()))
         assert bool((rows >= 0).all()), "an import made room and did not find it"
 
     def _write(self, slots: torch.Tensor, rows: "_Rows") -> None:
@@ -205,11 +205,11 @@ def clear(group: TableGroup, table: int) -> None:
     """Remove all ids of a table; gradients of steps so far are dropped, also of ids that return."""
     with group.lock:
         group.steps.replace_rows(table)
-        index, capacity = group.index, group.index.bucket_capacity
-        begin, end = (int(bucket) * capacity for bucket in index.bucket_offsets[table : table + 2])
+        index = group.index
+        slots = index.slots_of(table)
         index.counters[table, ERASED] += group.size(table)
-        index.digests[begin:end] = DIGEST_EMPTY
-        index.tags[begin:end] = 0
+        index.digests[slots] = DIGEST_EMPTY
+        index.tags[slots] = 0
         group.marks.pop(table, None)
         group.epoch += 1
         _read_counters(group)
@@ -222,11 +222,10 @@ def clear_counts(group: TableGroup, table: int) -> None:
         return
     counter, reader = group.admission.counter, group.admission_reader
     assert reader is not None
-    begin, end = (int(bucket) * counter.bucket_capacity for bucket in counter.bucket_offsets[table : table + 2])
-    held = counter.digests[begin:end] >= FIRST_DIGEST
-    counter.counters[table, ERASED] += held.sum()
-    counter.digests[begin:end] = DIGEST_EMPTY
-    counter.tags[begin:end] = 0
+    slots = counter.slots_of(table)
+    counter.counters[table, ERASED] += (counter.digests[slots] >= FIRST_DIGEST).sum()
+    counter.digests[slots] = DIGEST_EMPTY
+    counter.tags[slots] = 0
     reader.wait()
 
 

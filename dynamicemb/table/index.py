@@ -195,8 +195,13 @@ class Index:
         """T."""
         return self.score_values.numel()
 
+    def slots_of(self, table: int) -> slice:
+        """Return the slots of a table. Host sync: one."""
+        begin, end = self.bucket_offsets[table : table + 2].tolist()
+        return slice(begin * self.bucket_capacity, end * self.bucket_capacity)
+
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors in field order, as the ops take them."""
+        """Return the tensors in field order."""
         return [getattr(self, f.name) for f in fields(self) if f.name not in _NUMBERS]
 
     def times(self) -> torch.Tensor:

@@ -37,7 +37,8 @@ def grow(index: Index, store: RowStore, kernels: Kernels, table: int, factor: in
 
     Host sync: yes. Moves about 50 bytes of index for each slot of the group.
     """
-    begin, end = _slots_of(index, table)
+    slots = index.slots_of(table)
+    begin, end = slots.start, slots.stop
     added = (factor - 1) * (end - begin)
     if index.num_slots + added > MAX_GROUP_SLOTS or not store.can_add(table, added):
         raise MemoryError(f"the tables of one module have at most {MAX_GROUP_SLOTS} slots")
@@ -66,19 +67,14 @@ def rebuild(index: Index, kernels: Kernels, table: int) -> None:
 
     Host sync: yes. Not on the path of a training step.
     """
-    begin, end = _slots_of(index, table)
+    slots = index.slots_of(table)
+    begin, end = slots.start, slots.stop
     kept = _kept(index, begin, end)
     new = {name: torch.zeros_like(getattr(index, name)[begin:end]) for name in _columns(index)}
     _move(index, kernels, (begin, end), kept, new, torch.empty(0, dtype=torch.int32, device=kept.device))
     for name, column in new.items():
         getattr(index, name)[begin:end] = column
     index.entries_moved()
-
-
-def _slots_of(index: Index, table: int) -> tuple[int, int]:
-    """Return the first slot of a table and the one after its last."""
-    begin, end = index.bucket_offsets[table : table + 2].tolist()
-    return begin * index.bucket_capacity, end * index.bucket_capacity
 
 
 def _columns(index: Index) -> list[str]:

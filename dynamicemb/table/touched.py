@@ -45,6 +45,6 @@ def touched_slots(index: Index, steps: StepTracker, table: int, slots: range, fi
 
 def slot_ranges(index: Index, table: int, size: int) -> Iterator[range]:
     """Yield the slots of a table, at most ``size`` at a time."""
-    begin, end = (int(bucket) * index.bucket_capacity for bucket in index.bucket_offsets[table : table + 2])
-    for first in range(begin, end, size):
-        yield range(first, min(end, first + size))
+    slots = index.slots_of(table)
+    for first in range(slots.start, slots.stop, size):
+        yield range(first, min(slots.stop, first + size))
