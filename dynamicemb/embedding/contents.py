@@ -19,11 +19,6 @@ class TableContents:
     insert_checks: InsertChecks
     _group: TableGroup
 
-    def _table(self, name: str) -> int:
-        if name not in self._group.names:
-            raise ValueError(f"table_name {name!r} is unknown; this module has {', '.join(self._group.names)}")
-        return self._group.names.index(name)
-
     def _check_scores(self, tables: Iterable[int]) -> None:
         """Refuse to touch CUSTOMIZED tables that have no score yet."""
         raise NotImplementedError
@@ -43,7 +38,7 @@ class TableContents:
         Raises:
             InsertFailedError: there are such ids and the table has ``safe_check_mode`` ERROR; nothing has changed.
         """
-        table = self._table(table_name)
+        table = self._group.number_of(table_name)
         ids = check_ids(ids, self._group.device, "ids")
         check_rows(rows, ids.numel(), self.dims[table], self._group.device)
         self._check_scores([table])
@@ -55,15 +50,15 @@ class TableContents:
 
     def contains(self, table_name: str, ids: torch.Tensor) -> torch.Tensor:
         """Return bool ``[N]``: which ids a table holds; changes nothing."""
-        return self._group.contains(self._table(table_name), check_ids(ids, self._group.device, "ids"))
+        return self._group.contains(self._group.number_of(table_name), check_ids(ids, self._group.device, "ids"))
 
     def erase(self, table_name: str, ids: torch.Tensor) -> int:
         """Remove ids from a table; returns how many were there. An erased id that returns starts fresh."""
-        return self._group.erase(self._table(table_name), check_ids(ids, self._group.device, "ids"))
+        return self._group.erase(self._group.number_of(table_name), check_ids(ids, self._group.device, "ids"))
 
     def erase_expired(self, table_name: str) -> int:
         """Free the places of ids that have outlived a table's ``ttl``; returns how many, 0 where it has none."""
-        return self._group.erase_expired(self._table(table_name))
+        return self._group.erase_expired(self._group.number_of(table_name))
 
     def export_keys_values(
         self, table_name: str, device: torch.device | str, batch_size: int = 65536
@@ -82,7 +77,7 @@ class TableContents:
             TypeError: ``batch_size`` is not an int.
             ValueError: ``batch_size`` is below 1, or the table is unknown.
         """
-        table = self._table(table_name)
+        table = self._group.number_of(table_name)
         if not isinstance(batch_size, int) or isinstance(batch_size, bool):
             raise TypeError(f"batch_size must be an int, got {batch_size!r}; use for example 65536")
         if batch_size < 1:
@@ -106,7 +101,7 @@ class TableContents:
         Returns:
             ``(ids i64[M], scores i64[M])``; scores are ``[M, 2]`` for a compound strategy, in the order of its tuple.
         """
-        table = self._table(table_name)
+        table = self._group.number_of(table_name)
         group = self._group
         with group.lock:
             slots = group.scan(table)

@@ -1,16 +1,15 @@
 """``BatchedDynamicEmbeddingTablesV2``: lookups with autograd and a fused optimizer over a group of dynamic tables."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
 from dynamicemb.aliases import also_named
-from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions, warning_for_cstm_score
+from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions
 from dynamicemb.embedding.admission import refuse_capture
 from dynamicemb.embedding.averaging import never_averaged
 from dynamicemb.embedding.checks import InsertChecks
@@ -22,7 +21,6 @@ from dynamicemb.embedding.construct import (
     check_output_dtype,
     check_pooling_mode,
     check_seed,
-    strategy_name,
     warn_about_idle_arguments,
     weights_dtype,
 )
@@ -33,6 +31,8 @@ from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, f
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
 from dynamicemb.embedding.reference_calls import ReferenceCalls
+from dynamicemb.embedding.reports import TableReports
+from dynamicemb.embedding.scores import TableScores
 from dynamicemb.embedding.unknown_arguments import warn_about_unknown
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
@@ -41,13 +41,11 @@ from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
-from dynamicemb.table.scores import MAX_SCORE, SCORE_CUSTOMIZED, TIMED_SCORES
 from dynamicemb.types import Default
-from dynamicemb.warn import warn
 
 
 @never_averaged
-class BatchedDynamicEmbeddingTablesV2(ReferenceCalls, TableContents, nn.Module):
+class BatchedDynamicEmbeddingTablesV2(TableScores, ReferenceCalls, TableReports, TableContents, nn.Module):
     """Dynamic embedding tables that are looked up and trained together.
 
     The input of a lookup is ragged and feature-major. With F = 2 features and B = 2 samples::
@@ -184,9 +182,7 @@ class BatchedDynamicEmbeddingTablesV2(ReferenceCalls, TableContents, nn.Module):
             self._empty_tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=True)
         # Per table, where a sharded collection shows the weight that freezes it; none for a module on its own.
         self.weight_holders: list[nn.Module] = []
-        # CUSTOMIZED tables that were never given a score.
-        strategies = zip(self._group.names, self._group.options.strategies, strict=True)
-        self._unscored = {name for name, strategy in strategies if strategy == SCORE_CUSTOMIZED}
+        self._begin_scores()
         self.insert_checks = InsertChecks(self._group, [option.safe_check_mode for option in table_options])
         self._prepare_constants(device)
 
@@ -337,14 +333,6 @@ class BatchedDynamicEmbeddingTablesV2(ReferenceCalls, TableContents, nn.Module):
         if self._unscored:
             self._check_scores(range(len(self.dims)))
 
-    def _check_scores(self, tables: Iterable[int]) -> None:
-        without = [self._group.names[t] for t in tables if self._group.names[t] in self._unscored]
-        if without:
-            raise DynamicEmbError(
-                f"score_strategy CUSTOMIZED: table {', '.join(without)} has no score; "
-                f"call set_score({{{without[0]!r}: 1}}) first, or dynamicemb.incremental_dump.set_score(model, 1)"
-            )
-
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group, weights = self._group, batch.per_sample_weights
         with group.lock:
@@ -399,92 +387,6 @@ class BatchedDynamicEmbeddingTablesV2(ReferenceCalls, TableContents, nn.Module):
         if not self._empty_tensor.requires_grad:
             return tuple(range(len(self.dims)))
         return frozen_among(self.weight_holders)
-
-    @also_named(scores="named_score")
-    def set_score(self, named_score: Mapping[str, int]) -> None:
-        """Set the score that the following training lookups leave, per table name (CUSTOMIZED); warns if it decreases.
-
-        Raises:
-            TypeError: not a mapping, or a score that is not an int.
-            ValueError: an unknown table, a score outside 1..2^63-1, or another strategy.
-        """
-        if not isinstance(named_score, Mapping):
-            raise TypeError(
-                f"named_score must map table names to ints, got {named_score!r}; call set_score({{'name': 1}})"
-            )
-        for name, value in named_score.items():
-            if self._group.options.strategies[self._table(name)] != SCORE_CUSTOMIZED:
-                raise ValueError(
-                    f"set_score needs score_strategy CUSTOMIZED, which table {name!r} does not have; "
-                    "the other strategies make their own scores"
-                )
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise TypeError(f"score of table {name!r} must be an int, got {value!r}")
-            if not 0 < value <= MAX_SCORE:
-                raise ValueError(f"score of table {name!r} must be in 1..{MAX_SCORE}, got {value}")
-        for name, value in named_score.items():
-            table = self._table(name)
-            before = self._group.get_score(table)
-            if value < before and warning_for_cstm_score():
-                warn(
-                    f"score of table {name!r} decreases from {before} to {value}: ids touched from now on are evicted "
-                    "before older ones; set DYNAMICEMB_CSTM_SCORE_CHECK=0 if that is intended",
-                )
-            self._group.set_score(table, int(value))
-            self._unscored.discard(name)
-
-    def get_score(self) -> dict[str, int]:
-        """Return, per table, a threshold: ids touched from now on have at least this score.
-
-        TIMESTAMP, alone or with LFU, and NO_EVICTION (ids inserted from now on): the present time in Unix nanoseconds.
-        STEP: the number of the next training forward. CUSTOMIZED: the score last set, 0 if none. LFU: 1.
-        """
-        group = self._group
-        timed = [strategy in TIMED_SCORES for strategy in group.options.strategies]
-        now = group.now() if any(timed) else 0
-        return {name: now if timed[t] else group.get_score(t) for t, name in enumerate(group.names)}
-
-    # Reports
-
-    def stats(self, wait: bool = True) -> dict[str, dict[str, float]]:
-        """Return per table name: size, capacity, load, hits, misses, inserted, evicted, failed, erased,
-        dropped_gradients, clamped_inputs, expired and non_admitted; with a ``KVCounter`` also counter_size,
-        counter_evicted and counter_failed.
-
-        Since construction, training lookups and ``insert()`` of this rank only. hits, misses, failed, non_admitted and
-        dropped_gradients count occurrences (with ``use_index_dedup`` those of one rank in a lookup are one); inserted,
-        evicted, erased and expired count ids. An id new to a batch is a miss at each of its occurrences. inserted
-        includes ids that took the place of another. failed ids found their bucket full of ids that may not be evicted.
-        load is size / capacity. clamped_inputs counts offsets and frequencies on a GPU that were out of range, of
-        evaluations too. counter_size is the ids that the counter knows now, counter_evicted those that it had to
-        forget, counter_failed those for which it had no place.
-
-        Args:
-            wait: True waits for a GPU. False never does: it returns the last values that have arrived, zeros at first,
-                and sends for newer ones, which the next call finds.
-        """
-        return self._group.stats(wait)
-
-    def bucket_loads(self, table_name: str) -> torch.Tensor:
-        """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]`` on the CPU; waits.
-
-        Ids fail, or evict others, where a bucket is full, so the end of the histogram says more than the load does.
-        """
-        return self._group.bucket_loads(self._table(table_name))
-
-    def memory_usage(self) -> dict[str, int]:
-        """Return the bytes allocated for ``rows`` and ``index``, and for a ``KVCounter`` as ``counter``."""
-        return self._group.memory_usage()
-
-    def extra_repr(self) -> str:
-        """One line about the tables; their sizes where the host knows them without waiting."""
-        group = self._group
-        stats = group.stats(wait=False) if group.device.type == "cpu" else {}
-        tables = []
-        for name, capacity, option in zip(group.names, group.capacities, self.table_options, strict=True):
-            size = f" ({stats[name]['size']} ids, {stats[name]['load']:.0%})" if stats else ""
-            tables.append(f"{name}: {capacity}x{option.dim} {strategy_name(option)}{size}")
-        return ", ".join([*tables, self.optimizer_settings.name, self.pooling_mode.name, f"device={group.device}"])
 
     # Module protocol
 

@@ -89,7 +89,17 @@ class GroupContents:
     ) -> tuple[torch.Tensor, InsertEvents]:
         raise NotImplementedError
 
-    # Sizes and places
+    # Names, sizes and places
+
+    def number_of(self, table_name: str) -> int:
+        """Return the number of a table.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        if table_name not in self.names:
+            raise ValueError(f"table_name {table_name!r} is unknown; this module has {', '.join(self.names)}")
+        return self.names.index(table_name)
 
     def size(self, table: int) -> int:
         """Return how many places of a table are taken, those of ids that have expired since included."""
