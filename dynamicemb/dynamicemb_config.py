@@ -405,7 +405,7 @@ class DynamicEmbTableOptions:
             "training": self.training,
             "caching": self.caching,
             "external_storage": self.external_storage,
-            "index_type": self.index_type,
+            "index_type": self.index_type or DEFAULT_INDEX_TYPE,
             "dist_type": self.dist_type,
             "score_strategy": self.score_strategy,
             "admit_strategy": self.admit_strategy,

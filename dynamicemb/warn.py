@@ -3,8 +3,8 @@
 import sys
 import warnings
 
-# Through these users call this package.
-_PACKAGES = {"dynamicemb", "torch", "torchrec", "fbgemm_gpu"}
+# Through these users call this package; ``dataclasses.replace`` runs the checks of options.
+_PACKAGES = {"dataclasses", "dynamicemb", "torch", "torchrec", "fbgemm_gpu"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -229,7 +229,7 @@ CHANGES = {
     "safe_check_mode": DynamicEmbCheckMode.ERROR,
     "global_hbm_for_values": 1,
     "external_storage": dict,
-    "index_type": torch.int64,
+    "index_type": torch.uint64,
     "dist_type": "continuous",
     "admit_strategy": AdmitAll(),
     "admission_counter": KVCounter(100),
@@ -322,3 +322,10 @@ def test_c27_options_that_this_version_cannot_honour_are_listed(options, words):
 )
 def test_supported_options_are_not_listed(options):
     assert unsupported_options(DynamicEmbTableOptions(**options)) == []
+
+
+def test_an_index_type_that_is_left_open_is_int64_in_the_grouped_key() -> None:
+    # A planner writes int64 where None was given: the options stay what they were, in sets and beside others.
+    open_type, written = DynamicEmbTableOptions(), DynamicEmbTableOptions(index_type=torch.int64)
+    assert open_type == written and len({open_type, written}) == 1
+    assert open_type != DynamicEmbTableOptions(index_type=torch.uint64)
