@@ -56,14 +56,19 @@ class Planned(int):
 
     Attributes:
         given: what was there before.
+        field: which option it was written into; as another option it is a number like any other.
+        beside: what a planner wrote beside it into options that cannot carry a mark, and what was there before: the
+            pair ``(before, written)`` by option.
     """
 
     given: int | None
+    field: str | None
+    beside: dict[str, tuple[Any, Any]]
 
-    def __new__(cls, value: int, given: int | None = None) -> "Planned":
+    def __new__(cls, value: int, given: int | None = None, field: str | None = None) -> "Planned":
         """Mark a number."""
         planned = super().__new__(cls, value)
-        planned.given = given
+        planned.given, planned.field, planned.beside = given, field, {}
         return planned
 
 

@@ -165,7 +165,14 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickled": lambda options: pickle.loads(pickle.dumps(options)),
+    "replace": dataclasses.replace,
+    "constructor": lambda options: DynamicEmbTableOptions(**vars_of(options)),
+    "pickled copy": lambda options: pickle.loads(pickle.dumps(dataclasses.replace(options))),
 }
+
+
+def vars_of(options: DynamicEmbTableOptions) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN.keys())
@@ -188,12 +195,21 @@ def test_options_with_another_field_are_planned_by_what_was_given(given: dict[st
     options = DynamicEmbTableOptions(**given)
     plan(options, **SMALL)
     changed = dataclasses.replace(options, protect_steps=3)
-    large = LARGE | {"data_type": DataType.FP32}
     fresh = DynamicEmbTableOptions(protect_steps=3, **given)
-    assert everything(plan(changed, **large)) == everything(plan(fresh, **large))
-    # A dtype has no mark of its own, and says so.
-    with pytest.raises(ValueError, match="embedding_dtype=torch.float32 .*; leave embedding_dtype None"):
-        plan(dataclasses.replace(options, protect_steps=3), **LARGE)
+    assert everything(plan(changed, **LARGE)) == everything(plan(fresh, **LARGE))
+
+
+def test_a_planned_number_that_is_given_as_another_option_is_a_wish() -> None:
+    small = DynamicEmbTableOptions()
+    plan(small, 1, num_embeddings=100)
+    assert type(small.max_capacity) is Planned
+    options = DynamicEmbTableOptions(init_capacity=small.max_capacity)
+    entry = plan(options, 1, num_embeddings=100_000)
+    plain = plan(DynamicEmbTableOptions(init_capacity=int(small.max_capacity)), 1, num_embeddings=100_000)
+    assert entry.init_capacity == plain.init_capacity < entry.max_capacity
+    wide = DynamicEmbTableOptions()
+    plan(wide, 1, dim=64)
+    assert plan(DynamicEmbTableOptions(bucket_capacity=wide.dim), 1).bucket_capacity == 64
 
 
 def test_what_is_changed_after_planning_is_a_wish() -> None:

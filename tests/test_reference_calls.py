@@ -179,6 +179,7 @@ def test_c27_enabling_prefetch_says_once_that_nothing_follows() -> None:
     assert message.startswith("enable_prefetch=True has no effect: all rows are in the memory")
     assert module.enable_prefetch is True
     assert said(lambda: setattr(module, "enable_prefetch", True)) == []
+    assert said(lambda: make_module(enable_prefetch=False)) == []
     with pytest.raises(TypeError, match="enable_prefetch must be a bool, got 1"):
         module.enable_prefetch = 1  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="prefetch_pipeline=True has no effect"):

@@ -14,6 +14,8 @@ _MEANT = {
     "optim": "optimizer",
     "wd": "weight_decay",
 }
+# What is so anyway.
+_ASKS_NOTHING = {"enable_prefetch": False}
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
@@ -33,4 +35,6 @@ def warn_about_unknown(owner: str, arguments: Mapping[str, Any], known: Collecti
         known: the names that there are.
     """
     for name, value in arguments.items():
+        if name in _ASKS_NOTHING and value is _ASKS_NOTHING[name]:
+            continue
         warn(f"{name}={value!r} has no effect: {owner} has no such argument; {suggestion(name, known)}")

@@ -21,8 +21,8 @@ _UNITS = (
     ("local_hbm_for_values",),
     ("initializer_args",),
 )
-# Numbers are marked by their type. These are marked in the options, and initializers in themselves: what was given
-# before, and what was written.
+# Numbers are marked by their type. These are marked in the options and in the numbers beside them, and initializers in
+# themselves: what was given before, and what was written.
 _DTYPES = ("embedding_dtype", "index_type")
 _MARK = "_planned"
 
@@ -69,8 +69,10 @@ def write_options(tables: Iterable[tuple[DynamicEmbTableOptions, DynamicEmbTable
                 asked = getattr(given, field)
                 if field in _DTYPES:
                     dtypes[field] = (asked, value)
-                setattr(options, field, _marked(value, asked))
+                setattr(options, field, _marked(value, asked, field))
         options.__dict__[_MARK] = dtypes
+        for number in _planned_numbers(options):
+            number.beside = dtypes
 
 
 def _agreed(
@@ -87,7 +89,13 @@ def _agreed(
     return asked if init is not None and most is not None and init > most else planned
 
 
-def _marked(value: Any, given: Any) -> Any:
+def _planned_numbers(options: DynamicEmbTableOptions) -> list[Planned]:
+    """Return the numbers that planners wrote into these options."""
+    values = [(field, getattr(options, field)) for unit in _UNITS for field in unit]
+    return [value for field, value in values if isinstance(value, Planned) and value.field == field]
+
+
+def _marked(value: Any, given: Any, field: str) -> Any:
     """Return a planned value with the mark of what was given; what was given itself if they are equal."""
     if value is given or (value == given and type(value) is type(given)):
         return given
@@ -95,15 +103,21 @@ def _marked(value: Any, given: Any) -> Any:
         marked = copy.copy(value)
         marked.__dict__[_MARK] = (given, value)
         return marked
-    return Planned(value, given) if isinstance(value, int) else value
+    return Planned(value, given, field) if isinstance(value, int) else value
 
 
 def _given_value(options: DynamicEmbTableOptions, field: str) -> Any:
     value = getattr(options, field)
     if isinstance(value, Planned):
-        return value.given
-    marks = value.__dict__ if isinstance(value, DynamicEmbInitializerArgs) else {}
-    mark = marks.get(_MARK) if field not in _DTYPES else options.__dict__.get(_MARK, {}).get(field)
+        # What was planned for one option and given as another is the user's wish.
+        return value.given if value.field == field else int(value)
+    mark = None
+    if field in _DTYPES:
+        # A constructor copies numbers and not the mark of the options.
+        marks = [options.__dict__.get(_MARK, {}), *(number.beside for number in _planned_numbers(options))]
+        mark = next((found[field] for found in marks if field in found), None)
+    elif isinstance(value, DynamicEmbInitializerArgs):
+        mark = value.__dict__.get(_MARK)
     if mark is None:
         return value
     given, written = mark
