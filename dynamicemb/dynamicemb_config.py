@@ -386,7 +386,9 @@ class DynamicEmbTableOptions:
 
     def _warn_about_idle(self) -> None:
         if self.grows_without_limit and self.max_capacity is not None:
-            start = "" if self.init_capacity is not None else f", from {self.max_capacity} rows on"
+            start = (
+                "" if self.init_capacity is not None else f", from {self.max_capacity} rows on unless a planner decides"
+            )
             warn(
                 f"max_capacity={self.max_capacity} has no effect as a limit: with score_strategy NO_EVICTION a table "
                 f"grows until memory ends{start}; leave it None and set init_capacity, or choose TIMESTAMP"
