@@ -164,7 +164,9 @@ def recorded(call):
     return [(str(warning.message), warning.filename) for warning in warned]
 
 
-@pytest.mark.parametrize(("init", "start"), [(None, ", from 100 rows on"), (50, ""), (101, "")])
+@pytest.mark.parametrize(
+    ("init", "start"), [(None, ", from 100 rows on unless a planner decides"), (50, ""), (101, "")]
+)
 def test_c27_a_limit_of_a_table_without_one_warns_where_it_is_given(init, start):
     given = {"max_capacity": 100, "init_capacity": init, "score_strategy": Score.NO_EVICTION}
     ((message, filename),) = recorded(lambda: DynamicEmbTableOptions(**given))

@@ -253,7 +253,7 @@ def test_c27_every_argument_of_the_module_acts_warns_or_is_refused(name: str) ->
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "lr": (0.5, "use learning_rate"),
     "betas": ((0.5, 0.5), "use beta1 and beta2"),
-    "enable_prefetch": (False, "use prefetch_pipeline"),
+    "enable_prefetch": (True, "use prefetch_pipeline"),
     "learnign_rate": (0.5, "did you mean 'learning_rate'?"),
     "cache_precision": ("fp32", "known: " + ", ".join(sorted(ARGUMENTS))),
 }

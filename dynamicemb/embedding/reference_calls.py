@@ -150,9 +150,8 @@ class ReferenceCalls:
         Ids are drawn from 0 to 2^63 - 2, by the seed and the name of the table, and get the rows that a lookup would
         give them; ids that are there stay, count, and are not evicted. A table that may grow is filled as large as it
         is. It ends with ``int(load_factor * capacity)`` ids, where it had fewer and enough places are free: those of
-        ids that were erased may still be protected by outstanding steps. ``protect_steps`` protects the new ids as those
-        of the last step. Each bucket gets as many ids as random ones
-        would bring it, until it is full.
+        ids that were erased may still be protected by outstanding steps. ``protect_steps`` protects the new ids as
+        those of the last step. Each bucket gets as many ids as random ones would bring it, until it is full.
 
         Args:
             load_factor: share of used slots to reach, in (0, 1]; more than 0.95 is taken for 0.95.
