@@ -32,17 +32,29 @@ ONLY_ON_GITHUB = re.compile(r"^On GitHub: .*\n", re.MULTILINE)
 # Entries of tables of contents that a checkout may be without.
 PAGES_TO_COME = ("../migration", "../warm_start")
 
-NAME = re.compile(r"[A-Za-z]\w*(\(\))?")
 WITHOUT_OWNER = {"class", "data", "exception", "function"}
-# Planned interfaces; their methods have the names of methods that exist.
-NEVER_LINKED = "reference/storage"
+# Their fields and methods are known by name on all pages. Names that two of them share are nobody's.
+KNOWN_OWNERS = {
+    "BatchedDynamicEmbeddingTablesV2",
+    "DumpHandle",
+    "DynamicEmbParameterConstraints",
+    "DynamicEmbTableOptions",
+    "TableReport",
+}
 
 
 def adapt_page(app: Sphinx, page: str, source: list[str]) -> None:
     """Turn links to sections of README into links to the pages that include them; drop entries of missing pages."""
-    up = "../" * page.count("/")
-    text = ONLY_ON_GITHUB.sub("", source[0])
-    text = README_LINK.sub(lambda link: f"]({up}{README_SECTIONS[link[1] or '']})", text)
+
+    def page_of(link: re.Match[str]) -> str:
+        section = link[1] or ""
+        if section not in README_SECTIONS:
+            raise ValueError(
+                f"{page} links to section {section!r} of README, which no page includes; see README_SECTIONS"
+            )
+        return f"]({'../' * page.count('/')}{README_SECTIONS[section]})"
+
+    text = README_LINK.sub(page_of, ONLY_ON_GITHUB.sub("", source[0]))
     for entry in PAGES_TO_COME:
         if not (Path(app.srcdir, page).parent / f"{entry}.md").exists():
             text = text.replace(f"\n{entry}\n", "\n")
@@ -87,39 +99,38 @@ def tidy_reference(app: Sphinx, document: nodes.document) -> None:
                 prefix.parent.remove(prefix)
 
 
-def described(app: Sphinx) -> tuple[dict[str, Place], dict[str, Place]]:
-    """Return where the reference describes what has a name of its own, and members of classes, if there is one only."""
-    found: dict[bool, dict[str, set[Place]]] = {True: defaultdict(set), False: defaultdict(set)}
-    for name, _, kind, page, anchor, _ in app.env.domains["py"].get_objects():
-        if page != NEVER_LINKED or kind in WITHOUT_OWNER:
-            found[kind in WITHOUT_OWNER][name.rsplit(".", 1)[-1]].add((page, anchor))
-    alone, members = (
-        {name: next(iter(places)) for name, places in found[kind].items() if len(places) == 1} for kind in (True, False)
-    )
-    return alone, members
+def described(app: Sphinx) -> dict[str, Place]:
+    """Return where the reference describes code: names, and for what can be called ``name()``.
+
+    Members of a class are there by their name alone where it has an underscore, and so can mean nothing else.
+    """
+    found: dict[str, set[Place]] = defaultdict(set)
+    certain: dict[str, Place] = {}
+    for path, _, kind, page, anchor, _ in app.env.domains["py"].get_objects():
+        *_, owner, name = ("", *path.split("."))
+        if kind in WITHOUT_OWNER:
+            certain[name] = certain[f"{name}()"] = (page, anchor)
+        elif owner in KNOWN_OWNERS and kind == "method":
+            found[f"{name}()"].add((page, anchor))
+        if owner in KNOWN_OWNERS and kind in ("attribute", "method") and ("_" in name or name == "ttl"):
+            found[name].add((page, anchor))
+    return {name: next(iter(places)) for name, places in found.items() if len(places) == 1} | certain
 
 
 def resolve_alias(app: Sphinx, env: Any, node: Any, shown: nodes.Node) -> nodes.Node | None:
     """Find what type hints call by the module that defines it under its public name."""
-    place = described(app)[0].get(node.get("reftarget", "").rsplit(".", 1)[-1])
+    place = described(app).get(node.get("reftarget", "").rsplit(".", 1)[-1])
     if node.get("refdomain") != "py" or place is None:
         return None
     return make_refnode(app.builder, node["refdoc"], *place, shown)
 
 
 def link_names(app: Sphinx, document: nodes.document, page: str) -> None:
-    """Turn names of the package that stand in a text as code into links.
-
-    A member of a class is linked where the code can mean nothing else: with an underscore or parentheses.
-    """
-    alone, members = described(app)
+    """Turn names of the package that stand in a text as code into links."""
+    places = described(app)
     for literal in list(document.findall(nodes.literal)):
-        code = literal.astext()
-        if not NAME.fullmatch(code) or isinstance(literal.parent, nodes.reference | nodes.title):
-            continue
-        name = code.removesuffix("()")
-        place = alone.get(name) or (members.get(name) if "_" in name or code != name else None)
-        if place is not None:
+        place = places.get(literal.astext())
+        if place is not None and not isinstance(literal.parent, nodes.reference | nodes.title):
             literal.replace_self(make_refnode(app.builder, page, *place, literal.deepcopy()))
 
 
