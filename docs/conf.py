@@ -36,10 +36,8 @@ highlight_language = "text"
 
 # Docstrings.
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
+autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 autoclass_content = "both"
 napoleon_google_docstring = True

@@ -1,5 +1,6 @@
 """The documentation site without building it: nothing is left out, and nothing that is named is missing."""
 
+import ast
 import dataclasses
 import logging
 import re
@@ -18,6 +19,9 @@ TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^```\{include\} (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKER = re.compile(r'^:(?:start-after|end-before): "(.*)"$', re.MULTILINE)
 DESCRIBED = re.compile(r"^\s*\.\. (?:auto|py:)\w+:: ([\w.]+)", re.MULTILINE)
+# Where users find what the package itself does not hand on.
+PUBLIC_MODULES = ("batched_dynamicemb_tables", "dump_load", "embedding_admission", "get_planner", "incremental_dump")
+PUBLIC_MODULES += ("planner", "shard")
 # Entries that the site leaves out while the page is not there; `docs/_site.py` has the same two.
 PAGES_TO_COME = {DOCS / "migration.md", DOCS / "warm_start.md"}
 
@@ -33,6 +37,18 @@ def entries(page: Path) -> list[Path]:
     """List the pages that the tables of contents of a page name."""
     lines = [line for block in TOCTREE.findall(page.read_text()) for line in block.splitlines()]
     return [(page.parent / f"{line}.md").resolve() for line in lines if line and not line.startswith(":")]
+
+
+def listed_in(module: str) -> list[str]:
+    """Return `__all__` of a module that is read, not imported: some take seconds."""
+    path = ROOT / "dynamicemb" / module
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return names
 
 
 def test_every_page_is_in_one_table_of_contents() -> None:
@@ -51,7 +67,12 @@ def test_every_page_can_be_reached_from_the_first() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     described = {name for page in (DOCS / "reference").glob("*.md") for name in DESCRIBED.findall(page.read_text())}
-    missing = {f"dynamicemb.{name}" for name in dynamicemb.__all__} - described
+    public = {f"dynamicemb.{name}" for name in dynamicemb.__all__}
+    for module in PUBLIC_MODULES:
+        public |= {f"dynamicemb.{module}.{name}" for name in listed_in(module)}
+    # What the package and one of its modules both have is described once.
+    in_package = {name.rsplit(".", 1)[-1] for name in described if name.count(".") == 1}
+    missing = {name for name in public - described if name.rsplit(".", 1)[-1] not in in_package}
     assert not missing, f"no page of docs/reference describes {sorted(missing)}"
 
 
