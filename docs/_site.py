@@ -1,6 +1,7 @@
 """What the site adds to the pages: links from names to the reference, fields of dataclasses, sections of README."""
 
 import dataclasses
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -29,8 +30,10 @@ README_SECTIONS = {
 }
 # GitHub does not include anything, so a link stands beside an include.
 ONLY_ON_GITHUB = re.compile(r"^On GitHub: .*\n", re.MULTILINE)
-# Entries of tables of contents that a checkout may be without.
-PAGES_TO_COME = ("../migration", "../warm_start")
+# Other Markdown files of the repository are no pages either; their path stands there instead of a link.
+FILE_LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
+# Pages that tables of contents name and a checkout may be without.
+PAGES_TO_COME = ("admission", "growth", "kernels", "migration", "sharding", "warm_start")
 
 WITHOUT_OWNER = {"class", "data", "exception", "function"}
 # Their fields and methods are known by name on all pages. Names that two of them share are nobody's.
@@ -54,10 +57,17 @@ def adapt_page(app: Sphinx, page: str, source: list[str]) -> None:
             )
         return f"]({'../' * page.count('/')}{README_SECTIONS[section]})"
 
+    def path_of(link: re.Match[str]) -> str:
+        path = Path(os.path.normpath(Path(app.srcdir, page).parent / link[2]))
+        if path.is_relative_to(app.srcdir):
+            return link[0]
+        return f"{link[1]} (`{path.relative_to(Path(app.srcdir).parent)}`)"
+
     text = README_LINK.sub(page_of, ONLY_ON_GITHUB.sub("", source[0]))
-    for entry in PAGES_TO_COME:
-        if not (Path(app.srcdir, page).parent / f"{entry}.md").exists():
-            text = text.replace(f"\n{entry}\n", "\n")
+    text = FILE_LINK.sub(path_of, text)
+    for name in PAGES_TO_COME:
+        if not Path(app.srcdir, f"{name}.md").exists():
+            text = text.replace(f"\n{'../' * page.count('/')}{name}\n", "\n")
     source[0] = text
 
 

@@ -22,8 +22,10 @@ DESCRIBED = re.compile(r"^\s*\.\. (?:auto|py:)\w+:: ([\w.]+)", re.MULTILINE)
 # Where users find what the package itself does not hand on.
 PUBLIC_MODULES = ("batched_dynamicemb_tables", "dump_load", "embedding_admission", "get_planner", "incremental_dump")
 PUBLIC_MODULES += ("planner", "shard")
-# Entries that the site leaves out while the page is not there; `docs/_site.py` has the same two.
-PAGES_TO_COME = {DOCS / "migration.md", DOCS / "warm_start.md"}
+# Entries that the site leaves out while the page is not there; `docs/_site.py` has the same.
+PAGES_TO_COME = {
+    DOCS / f"{name}.md" for name in ("admission", "growth", "kernels", "migration", "sharding", "warm_start")
+}
 
 pages = sorted(DOCS.glob("**/*.md"))
 guides = sorted((DOCS / "how-to").glob("[!i]*.md"))
@@ -139,6 +141,12 @@ def test_links_to_readme_lead_to_the_page_that_includes_the_section(site: Module
         site.adapt_page(SimpleNamespace(srcdir=DOCS), "page", ["[a](../README.md#work-on-it)"])
 
 
+def test_links_to_markdown_outside_of_the_pages_become_paths(site: ModuleType) -> None:
+    source = ["[a study](../benchmarks/studies/README.md#x), [b](how-to/expiry.md#y), [c](./random.md)"]
+    site.adapt_page(SimpleNamespace(srcdir=DOCS), "page", source)
+    assert source == ["a study (`benchmarks/studies/README.md`), [b](how-to/expiry.md#y), [c](./random.md)"]
+
+
 def test_every_section_of_readme_that_has_a_page_is_included_there(site: ModuleType) -> None:
     for section, page in site.README_SECTIONS.items():
         heading = section.replace("-", " ")
@@ -149,10 +157,13 @@ def test_every_section_of_readme_that_has_a_page_is_included_there(site: ModuleT
 def test_entries_of_missing_pages_are_left_out(site: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "how-to").mkdir()
     (tmp_path / "warm_start.md").touch()
-    source = ["expiry\n../warm_start\n../migration\n```"]
+    source = ["admission\n../warm_start\n../migration\n```"]
     site.adapt_page(SimpleNamespace(srcdir=tmp_path), "how-to/index", source)
-    assert source == ["expiry\n../warm_start\n```"]
-    assert {DOCS / f"{entry[3:]}.md" for entry in site.PAGES_TO_COME} == PAGES_TO_COME
+    assert source == ["admission\n../warm_start\n```"]
+    source = ["architecture\nadmission\ngrowth\nrandom\n```"]
+    site.adapt_page(SimpleNamespace(srcdir=tmp_path), "index", source)
+    assert source == ["architecture\nrandom\n```"]
+    assert {DOCS / f"{name}.md" for name in site.PAGES_TO_COME} == PAGES_TO_COME
 
 
 def test_fields_of_a_dataclass_have_entries_with_type_and_default(site: ModuleType) -> None:
