@@ -71,5 +71,7 @@ format: $(READY) ## rewrite the sources the way `make check` wants them
 bench: $(READY) ## run the benchmarks
 	$(PY) -m benchmarks
 
-docs: $(READY) ## check the links of README and docs/, run their Python examples
+docs: $(READY) ## check the links of README and docs/, run their Python examples, build the site into build/site
 	$(PY) tools/check_docs.py
+	$(PY) -c "import furo, myst_parser, sphinx" || { echo "the site needs what pip install '.[docs]' brings"; exit 1; }
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -d build/doctrees docs build/site

@@ -87,7 +87,7 @@ def install_torch(python: Path, cuda: bool) -> None:
     pip_or_exit(python, f"torch=={TORCH}")
 
 
-def install(venv: Path, package: tuple[str, ...] = ("--editable", ".[dev]")) -> Path:
+def install(venv: Path, package: tuple[str, ...] = ("--editable", ".[dev,docs]")) -> Path:
     """Install everything into `venv` and return its interpreter; `package` is what pip is told about this one."""
     python = python_of(venv)
     cuda = has_cuda()
