@@ -32,8 +32,6 @@ README_SECTIONS = {
 ONLY_ON_GITHUB = re.compile(r"^On GitHub: .*\n", re.MULTILINE)
 # Other Markdown files of the repository are no pages either; their path stands there instead of a link.
 FILE_LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
-# Pages that tables of contents name and a checkout may be without.
-PAGES_TO_COME = ("admission", "growth", "kernels", "migration", "sharding", "warm_start")
 
 WITHOUT_OWNER = {"class", "data", "exception", "function"}
 # Their fields and methods are known by name on all pages. Names that two of them share are nobody's.
@@ -47,7 +45,7 @@ KNOWN_OWNERS = {
 
 
 def adapt_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Turn links to sections of README into links to the pages that include them; drop entries of missing pages."""
+    """Turn links to sections of README into links to the pages that include them."""
 
     def page_of(link: re.Match[str]) -> str:
         section = link[1] or ""
@@ -65,9 +63,6 @@ def adapt_page(app: Sphinx, page: str, source: list[str]) -> None:
 
     text = README_LINK.sub(page_of, ONLY_ON_GITHUB.sub("", source[0]))
     text = FILE_LINK.sub(path_of, text)
-    for name in PAGES_TO_COME:
-        if not Path(app.srcdir, f"{name}.md").exists():
-            text = text.replace(f"\n{'../' * page.count('/')}{name}\n", "\n")
     source[0] = text
 
 
