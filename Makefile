@@ -59,7 +59,7 @@ check: $(READY) ## lint, format, types, layers, sizes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layers.py tests/test_file_sizes.py
+	$(PY) -m pytest -q tests/project/test_layers.py tests/project/test_file_sizes.py
 
 wheel: $(READY) ## build the wheel, and run the demo from it in an environment of its own
 	$(PY) tools/check_wheel.py

@@ -1,6 +1,6 @@
 """Documented import path of the compute kernels, which TorchRec's lookups make, and of their optimizer."""
 
-from dynamicemb.sharding.kernels import (
+from dynamicemb.sharding.compute_kernels import (
     BatchedDynamicEmbedding,
     BatchedDynamicEmbeddingBag,
     DynamicEmbeddingFusedOptimizer,

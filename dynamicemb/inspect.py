@@ -2,7 +2,7 @@
 
 import sys
 
-from dynamicemb.checkpoint.inspection.command import main
+from dynamicemb.inspection.command import main
 
 __all__ = ["main"]
 

@@ -24,7 +24,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions, get_table_value_bytes
 from dynamicemb.planner import DynamicEmbeddingShardingPlanner, DynamicEmbParameterConstraints
 from dynamicemb.shard import DynamicEmbeddingBagCollectionSharder
-from dynamicemb.sharding.bucketize import bucketize
+from dynamicemb.sharding.exchange.bucketize import bucketize
 from dynamicemb.types import DynamicEmbInitializerArgs
 
 # Both ways of pooling a bag are in use; for a feature with one id per sample they are the same.

@@ -145,7 +145,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         drop_stale_kernels()
     if HAS_TRITON and INTERPRETED:
-        from tests import fast_interpreter
+        from tests.support import fast_interpreter
 
         fast_interpreter.install()
     # Spread over processes, the one that started them sees all reports.

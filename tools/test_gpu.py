@@ -73,6 +73,12 @@ def suites_with_cuda() -> list[str]:
     return [str(f.relative_to(ROOT)) for f in files if re.search(r"\bcuda\b|\bbackend\b|\bgpu_ranks\b", f.read_text())]
 
 
+def file_of(suite: str) -> str:
+    """Return the test file of a suite, relative to the root. The names of test files are unique over all folders."""
+    (found,) = Path(ROOT, "tests").glob(f"**/{suite}.py")
+    return str(found.relative_to(ROOT))
+
+
 def run_pytest(
     arguments: list[str], environment: dict[str, str] | None = None, wrapper: tuple[str, ...] = ()
 ) -> tuple[dict[str, Suite], subprocess.CompletedProcess[str]]:
@@ -87,7 +93,7 @@ def run_pytest(
         suites: dict[str, Suite] = {}
         if report.exists():
             for case in ElementTree.parse(report).iter("testcase"):
-                # "tests.test_x" or "tests.test_x.Class"; a file that cannot be imported has its name in "name".
+                # "tests.table.test_x" or "tests.table.test_x.Class"; "name" has the file that cannot be imported.
                 name = next(
                     part for part in f"{case.get('classname')}.{case.get('name')}".split(".") if part[:5] == "test_"
                 )
@@ -124,7 +130,7 @@ def run_all(options: list[str]) -> dict[str, Suite]:
         # Said at once, with the reasons: a second run may pass, or never end.
         if run.returncode:
             print(run.stdout[-6000:], flush=True)
-        alone = [f"tests/{name}.py" for name, suite in sorted(suites.items()) if suite.failed]
+        alone = [file_of(name) for name, suite in sorted(suites.items()) if suite.failed]
     else:
         suites, alone = {}, files
     for file in alone:
@@ -154,7 +160,7 @@ def sanitize() -> int:
     def check(what: tuple[str, str]) -> bool:
         name, chosen = what
         start = time.monotonic()
-        suites, run = run_pytest([f"tests/{name}.py", *(["-k", chosen] if chosen else [])], variables, wrapper)
+        suites, run = run_pytest([file_of(name), *(["-k", chosen] if chosen else [])], variables, wrapper)
         suite = suites.get(name, Suite(Counter(error=1)))
         suite.seconds = time.monotonic() - start
         found = re.findall(r"ERROR SUMMARY: (\d+) error", run.stdout) or ["no summary"]

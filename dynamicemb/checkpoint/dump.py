@@ -12,15 +12,15 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from dynamicemb.checkpoint.background import DumpHandle, settle, start
-from dynamicemb.checkpoint.contents import Contents, Selected, copied, drained, live, num_copied_bytes
+from dynamicemb.checkpoint.disk.io import DISK, AnyPath, FileSystem, as_chain, as_string
 from dynamicemb.checkpoint.flags import check_flags
-from dynamicemb.checkpoint.increment import marks_of, open_chain
-from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_chain, as_string
+from dynamicemb.checkpoint.place import Target
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
-from dynamicemb.checkpoint.target import Target
-from dynamicemb.checkpoint.writing import Writing
+from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.writing.background import DumpHandle, settle, start
+from dynamicemb.checkpoint.writing.chain import marks_of, open_chain
+from dynamicemb.checkpoint.writing.contents import Contents, Selected, copied, drained, live, num_copied_bytes
+from dynamicemb.checkpoint.writing.files import Writing
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.host_memory import available_host_memory
 from dynamicemb.table.touched import Mark

@@ -8,22 +8,22 @@ import numpy as np
 from torch import nn
 from tqdm import tqdm
 
-from dynamicemb.checkpoint.background import settle_at
+from dynamicemb.checkpoint.disk.io import DISK, AnyPath, FileSystem, as_paths
+from dynamicemb.checkpoint.disk.read_ahead import ReadAhead
+from dynamicemb.checkpoint.disk.watched import WatchedDisk
 from dynamicemb.checkpoint.flags import check_flags
 from dynamicemb.checkpoint.format import inside
-from dynamicemb.checkpoint.io import DISK, AnyPath, FileSystem, as_paths
-from dynamicemb.checkpoint.opened import OpenedDump, Stored, check_chain, open_dump
 from dynamicemb.checkpoint.own_counter import Counts, load_own
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.read import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
-from dynamicemb.checkpoint.read_ahead import ReadAhead
-from dynamicemb.checkpoint.settings import adopt_settings, check_compatible, initial_state
-from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
-from dynamicemb.checkpoint.verify import Verified, bytes_to_verify, verify
-from dynamicemb.checkpoint.watched import WatchedDisk
+from dynamicemb.checkpoint.reading.opened import OpenedDump, Stored, check_chain, open_dump
+from dynamicemb.checkpoint.reading.rows import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
+from dynamicemb.checkpoint.reading.settings import adopt_settings, check_compatible, initial_state
+from dynamicemb.checkpoint.reading.verify import Verified, bytes_to_verify, verify
+from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.writing.background import settle_at
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.table.import_counts import CountImport
-from dynamicemb.table.import_rows import RowImport, adopt_clock, clear
+from dynamicemb.table.importing.counts import CountImport
+from dynamicemb.table.importing.rows import RowImport, adopt_clock, clear
 from dynamicemb.table.touched import Mark, next_change
 from dynamicemb.warn import warn
 

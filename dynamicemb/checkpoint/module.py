@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from dynamicemb.checkpoint.background import DumpHandle
+from dynamicemb.checkpoint.disk.io import AnyPath, as_chain, as_paths, as_string
 from dynamicemb.checkpoint.dump import DumpRequest, dump_tables
-from dynamicemb.checkpoint.incremental import incremental_dump
-from dynamicemb.checkpoint.io import AnyPath, as_chain, as_paths, as_string
 from dynamicemb.checkpoint.load import LoadRequest, TableReport, load_tables
 from dynamicemb.checkpoint.ranks import Ranks, check_reachable
-from dynamicemb.checkpoint.sources import Table, tables_of_module
-from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
+from dynamicemb.checkpoint.rows_since import incremental_dump
+from dynamicemb.checkpoint.state_dict.module import RowsInStateDict
+from dynamicemb.checkpoint.tables import Table, tables_of_module
+from dynamicemb.checkpoint.writing.background import DumpHandle
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2 as _Module
 
 

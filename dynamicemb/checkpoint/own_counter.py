@@ -7,11 +7,11 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from dynamicemb.checkpoint.disk.io import DISK, FileSystem, join, temporary_folder
+from dynamicemb.checkpoint.disk.reader import FileReader
+from dynamicemb.checkpoint.disk.writer import FileWriter
 from dynamicemb.checkpoint.format import COUNTER_FREQUENCIES, COUNTER_KEYS
-from dynamicemb.checkpoint.io import DISK, FileSystem, join, temporary_folder
-from dynamicemb.checkpoint.reader import FileReader
-from dynamicemb.checkpoint.sources import Table
-from dynamicemb.checkpoint.writer import FileWriter
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.types import Counter

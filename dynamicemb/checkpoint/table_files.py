@@ -1,5 +1,6 @@
 """Which files a dump has of a table, by their names alone; for scripts that read files themselves."""
 
+from dynamicemb.checkpoint.disk.io import AnyPath, FileSystem, as_string, join
 from dynamicemb.checkpoint.format import (
     COUNTER_FREQUENCIES,
     COUNTER_KEYS,
@@ -11,7 +12,6 @@ from dynamicemb.checkpoint.format import (
     parse_rank_file,
     rank_file,
 )
-from dynamicemb.checkpoint.io import AnyPath, FileSystem, as_string, join
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 
 # The items of a dump's files, in the order of `get_loading_files`.

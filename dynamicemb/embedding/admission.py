@@ -9,7 +9,7 @@ from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter, Probabil
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.table.counter import ADMIT_BY_CALL, ADMIT_BY_CHANCE, ADMIT_BY_COUNT, Admission, create_counter
+from dynamicemb.table.admission import ADMIT_BY_CALL, ADMIT_BY_CHANCE, ADMIT_BY_COUNT, Admission, create_counter
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.index import Index
 from dynamicemb.table.initializers import InitializerTable

@@ -8,9 +8,9 @@ from dynamicemb.dynamicemb_config import DynamicEmbCheckMode
 from dynamicemb.embedding.phases import phase
 from dynamicemb.errors import DynamicEmbError, InsertFailedError
 from dynamicemb.table.group import TableGroup
+from dynamicemb.table.growing.plan import InsertPlan
 from dynamicemb.table.index import FAILED
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.plan import InsertPlan
 from dynamicemb.warn import warn
 
 _REMEDY = "raise max_capacity (with a planner num_embeddings), lower protect_steps, or send fewer distinct ids per step"

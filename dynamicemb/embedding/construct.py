@@ -19,7 +19,7 @@ from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.score_function import translate
 from dynamicemb.table.group import GroupOptions, TableGroup
-from dynamicemb.table.growth import GrowthLimits
+from dynamicemb.table.growing.growth import GrowthLimits
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT, NEVER, STAMP_BYTES_PER_SLOT
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.rows import RowFormat

@@ -37,9 +37,9 @@ from dynamicemb.embedding.unknown_arguments import warn_about_unknown
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
+from dynamicemb.table.growing.plan import InsertPlan
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup
-from dynamicemb.table.plan import InsertPlan
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.types import Default
 

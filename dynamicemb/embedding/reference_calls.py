@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dynamicemb.embedding.inputs import Batch, asks_to_freeze, check_batch_sizes
-from dynamicemb.table.filling import fill
 from dynamicemb.table.group import TableGroup
+from dynamicemb.table.importing.filling import fill
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.warn import warn
 

@@ -1,8 +1,8 @@
 """The same names as `dynamicemb.planner`, under a longer path."""
 
-from dynamicemb.sharding.constraints import DynamicEmbParameterConstraints, DynamicEmbParameterSharding
-from dynamicemb.sharding.enumerator import DynamicEmbeddingEnumerator
-from dynamicemb.sharding.planner import DynamicEmbeddingShardingPlanner
+from dynamicemb.sharding.planning.constraints import DynamicEmbParameterConstraints, DynamicEmbParameterSharding
+from dynamicemb.sharding.planning.enumerator import DynamicEmbeddingEnumerator
+from dynamicemb.sharding.planning.planner import DynamicEmbeddingShardingPlanner
 
 __all__ = [
     "DynamicEmbParameterConstraints",

@@ -17,17 +17,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, averages_of, divide, divisors
-from dynamicemb.sharding.check_features import check_weights
-from dynamicemb.sharding.check_params import check_fused_params, weights_of
-from dynamicemb.sharding.check_plan import checked_plan
-from dynamicemb.sharding.constraints import is_dynamic, plan_for_our_tables
-from dynamicemb.sharding.empty_batch import bags_without_padding
-from dynamicemb.sharding.kernels import needs_counts
-from dynamicemb.sharding.pooled_output import RwPooledSharding
-from dynamicemb.sharding.requests import let_go_of_graphs
-from dynamicemb.sharding.sent_batch import Sending
-from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
-from dynamicemb.sharding.weight_gradients import (
+from dynamicemb.sharding.checks.features import check_weights
+from dynamicemb.sharding.checks.params import check_fused_params, weights_of
+from dynamicemb.sharding.checks.plan import checked_plan
+from dynamicemb.sharding.compute_kernels import needs_counts
+from dynamicemb.sharding.exchange.pooled_output import RwPooledSharding
+from dynamicemb.sharding.exchange.requests import let_go_of_graphs
+from dynamicemb.sharding.exchange.sent_batch import Sending
+from dynamicemb.sharding.exchange.stand_in import bags_without_padding
+from dynamicemb.sharding.exchange.weight_gradients import (
     WeightedContext,
     check_gradients,
     remembering_order,
@@ -35,6 +33,8 @@ from dynamicemb.sharding.weight_gradients import (
     taking_part,
     with_gradients,
 )
+from dynamicemb.sharding.planning.constraints import is_dynamic, plan_for_our_tables
+from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
 from dynamicemb.sharding.wrapped import check_input_dist
 

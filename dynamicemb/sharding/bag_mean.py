@@ -14,7 +14,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dynamicemb.sharding.constraints import is_dynamic
+from dynamicemb.sharding.planning.constraints import is_dynamic
 
 # Added to a sum of weights, as in TorchRec, so that nothing is divided by zero.
 _EPSILON = 1e-6

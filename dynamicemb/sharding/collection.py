@@ -13,14 +13,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.sharding.check_params import check_fused_params, weights_of
-from dynamicemb.sharding.check_plan import checked_plan
-from dynamicemb.sharding.constraints import plan_for_our_tables
-from dynamicemb.sharding.dedup import Deduplication
-from dynamicemb.sharding.empty_batch import sequences_without_padding
-from dynamicemb.sharding.kernels import needs_counts
-from dynamicemb.sharding.requests import let_go_of_graphs
-from dynamicemb.sharding.sent_batch import Sending, forget_counts
+from dynamicemb.sharding.checks.params import check_fused_params, weights_of
+from dynamicemb.sharding.checks.plan import checked_plan
+from dynamicemb.sharding.compute_kernels import needs_counts
+from dynamicemb.sharding.exchange.dedup import Deduplication
+from dynamicemb.sharding.exchange.requests import let_go_of_graphs
+from dynamicemb.sharding.exchange.sent_batch import Sending, forget_counts
+from dynamicemb.sharding.exchange.stand_in import sequences_without_padding
+from dynamicemb.sharding.planning.constraints import plan_for_our_tables
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
     DynamicRwSequenceSharding,

@@ -11,13 +11,18 @@ from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddi
 from torchrec.distributed.types import CommOp, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.sharding.check_params import drop_own_params
-from dynamicemb.sharding.constraints import DIST_TYPE_PARAM, SEED_PARAM, DynamicEmbParameterSharding, is_dynamic
-from dynamicemb.sharding.input_dist import DynamicFeaturesDist, Route
-from dynamicemb.sharding.insert_plans import PlansInserts
-from dynamicemb.sharding.kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
-from dynamicemb.sharding.pooled_output import PooledOutputDist, RwPooledSharding
-from dynamicemb.sharding.sent_batch import Sending
+from dynamicemb.sharding.checks.params import drop_own_params
+from dynamicemb.sharding.compute_kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
+from dynamicemb.sharding.exchange.input_dist import DynamicFeaturesDist, Route
+from dynamicemb.sharding.exchange.insert_plans import PlansInserts
+from dynamicemb.sharding.exchange.pooled_output import PooledOutputDist, RwPooledSharding
+from dynamicemb.sharding.exchange.sent_batch import Sending
+from dynamicemb.sharding.planning.constraints import (
+    DIST_TYPE_PARAM,
+    SEED_PARAM,
+    DynamicEmbParameterSharding,
+    is_dynamic,
+)
 from dynamicemb.warn import warn
 
 # Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.

@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dynamicemb.checkpoint.state_dict import ENTRIES
+from dynamicemb.checkpoint.state_dict.entries import ENTRIES
 
 
 class TableStandIn(nn.Module):

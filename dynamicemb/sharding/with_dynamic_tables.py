@@ -9,14 +9,14 @@ import torch
 from torchrec.distributed.types import ShardingEnv
 
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.sources import Table
-from dynamicemb.checkpoint.state_dict_module import RowsInStateDict
+from dynamicemb.checkpoint.state_dict.module import RowsInStateDict
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.embedding.averaging import REMEDY, never_averaged
 from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import UnsupportedOptionError
-from dynamicemb.sharding.constraints import is_dynamic
-from dynamicemb.sharding.kernels import DynamicKernel
-from dynamicemb.sharding.send_batch import SendsBatches
+from dynamicemb.sharding.compute_kernels import DynamicKernel
+from dynamicemb.sharding.exchange.send_batch import SendsBatches
+from dynamicemb.sharding.planning.constraints import is_dynamic
 from dynamicemb.warn import warn
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.counter import Newcomers
+from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.index import Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import FeatureLayout

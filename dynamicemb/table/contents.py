@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from dynamicemb.table.admission import Admission, Newcomers
 from dynamicemb.table.backends import Kernels
-from dynamicemb.table.counter import Admission, Newcomers
-from dynamicemb.table.growth import Growth
+from dynamicemb.table.growing.growth import Growth
+from dynamicemb.table.growing.relocation import rebuild
 from dynamicemb.table.index import EXPIRED, NOW, SEEN, Index
 from dynamicemb.table.layout import DIGEST_ERASED
-from dynamicemb.table.relocation import rebuild
 from dynamicemb.table.results import InsertEvents
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP

@@ -9,17 +9,17 @@ import torch
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.table.admission import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.contents import GroupContents, GroupOptions
-from dynamicemb.table.counter import Admission, Newcomers, describe_counter, will_be_rejected
-from dynamicemb.table.crowding import roomy_factor
-from dynamicemb.table.growth import Growth, GrowthLimits, grow_by, make_room
+from dynamicemb.table.growing.crowding import roomy_factor
+from dynamicemb.table.growing.growth import Growth, GrowthLimits, grow_by, make_room
+from dynamicemb.table.growing.plan import InsertPlan, plan_inserts, taken_slots
 from dynamicemb.table.index import DROPPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.lookup import Lookup, without_tables
-from dynamicemb.table.plan import InsertPlan, plan_inserts, taken_slots
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import COUNT_NONE

@@ -2,10 +2,10 @@
 
 import torch
 
-from dynamicemb.checkpoint.sources import Table
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy
-from dynamicemb.table.import_rows import RowImport
+from dynamicemb.table.importing.rows import RowImport
 
 
 def new_scores(table: Table, count: int, now: int, counts: torch.Tensor | None) -> list[torch.Tensor]:

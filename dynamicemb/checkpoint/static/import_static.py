@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from dynamicemb.checkpoint.disk.read_ahead import ReadAhead
 from dynamicemb.checkpoint.load import warn_of_outstanding
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.read_ahead import ReadAhead
-from dynamicemb.checkpoint.sources import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.checkpoint.static.entries import Entries
 from dynamicemb.checkpoint.static.fill import Filler
 from dynamicemb.checkpoint.static.keys import listed, raw_ids_of, state_of, weights_of
@@ -21,9 +20,10 @@ from dynamicemb.checkpoint.static.plan import Planner, TablePlan
 from dynamicemb.checkpoint.static.row_ids import given_ids
 from dynamicemb.checkpoint.static.sources import open_entries
 from dynamicemb.checkpoint.static.stream import Received, Stream
+from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, tables_of_model
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerKind
-from dynamicemb.table.import_rows import RowImport, adopt_clock, adopt_updates, clear
+from dynamicemb.table.importing.rows import RowImport, adopt_clock, adopt_updates, clear
 from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.warn import warn
 

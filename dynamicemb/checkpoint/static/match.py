@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.static.keys import (
     Key,
     common_suffix,
@@ -14,6 +13,7 @@ from dynamicemb.checkpoint.static.keys import (
     weights_of,
     without_wrappers,
 )
+from dynamicemb.checkpoint.tables import Table
 
 # Of a managed-collision module: the ids of rows, in two layouts.
 SORTED_IDS, ROWS_OF_IDS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"

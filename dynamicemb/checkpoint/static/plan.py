@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.static.entries import Described, Entries
 from dynamicemb.checkpoint.static.fill import check_scored
 from dynamicemb.checkpoint.static.match import Match
 from dynamicemb.checkpoint.static.matrix import Box, Matrix, column_blocks, matrix_of
 from dynamicemb.checkpoint.static.optimizer_state import STEPS, Assembly, Stored, recognise, shares_of
 from dynamicemb.checkpoint.static.row_ids import RowIds, row_ids_of_collisions, row_ids_of_map
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.warn import warn
 

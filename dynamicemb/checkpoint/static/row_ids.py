@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dynamicemb.checkpoint.sources import Table
 from dynamicemb.checkpoint.static.match import COUNTS, IDENTITIES, ROWS_OF_IDS, SORTED_IDS
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.table.ownership import as_int64
 
 # What managed-collision modules write where a row has no id.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from dynamicemb.table.counter import (
+from dynamicemb.table.admission import (
     ADMIT_BY_CALL,
     ADMIT_BY_COUNT,
     CHANCE_WORD,

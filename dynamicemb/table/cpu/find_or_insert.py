@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.table.counter import Newcomers
+from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.cpu.admit import admit
 from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find

@@ -1,7 +1,7 @@
 """Fill new rows: weights from (seed, table, id, column), optimizer state from a constant, padding with zeros.
 
 The arithmetic is specified in ``docs/random.md``. Nothing here may be compiled with fastmath: a fused
-``lower + range * u`` changes the last bit (``tests/test_initializers.py::test_uniform_is_not_fused``).
+``lower + range * u`` changes the last bit (``tests/table/test_initializers.py::test_uniform_is_not_fused``).
 """
 
 import math

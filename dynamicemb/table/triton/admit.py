@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dynamicemb.table.counter import (
+from dynamicemb.table.admission import (
     ADMIT_BY_CALL,
     ADMIT_BY_CHANCE,
     Admission,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.counter import CHANCE_WORD, Admission
+from dynamicemb.table.admission import CHANCE_WORD, Admission
 from dynamicemb.table.index import STEP, Index
 from dynamicemb.table.triton.judged import LOST, Judged, leaders_of
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid

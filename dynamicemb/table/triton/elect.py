@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.counter import Admission
+from dynamicemb.table.admission import Admission
 from dynamicemb.table.index import Index
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.counting import clamp_frequencies

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynamicemb.table.counter import Newcomers
+from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.index import Index
 from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowStore

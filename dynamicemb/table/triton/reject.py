@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.counter import ADMIT_BY_COUNT, Admission
+from dynamicemb.table.admission import ADMIT_BY_COUNT, Admission
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.staging import Stage

@@ -1,0 +1,1 @@
+"""Files: the operating system, and reading and writing in threads."""

@@ -1,0 +1,1 @@
+"""Rows of dynamic tables in a ``state_dict``."""

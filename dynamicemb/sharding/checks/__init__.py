@@ -1,0 +1,1 @@
+"""What users hand over, checked before TorchRec takes it on."""

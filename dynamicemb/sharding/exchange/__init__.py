@@ -1,0 +1,1 @@
+"""The way of a batch between ranks, and of its gradients back."""

@@ -1,0 +1,125 @@
+"""Send every id to the rank that owns it."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.sharding.exchange.bucketize import bucketize
+from dynamicemb.sharding.exchange.dedup import pack_counts
+from dynamicemb.sharding.exchange.sent_batch import Sending, sent_batch_type
+from dynamicemb.sharding.torchrec_compat import replace_values
+from dynamicemb.table.ownership import CONTINUOUS, as_int64, owner_of
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the ids of one feature find their rank: the arguments of `owner_of`."""
+
+    dist_type: str
+    num_embeddings: int | None
+
+    @classmethod
+    def of_table(cls, dist_type: str, num_embeddings: int) -> "Route":
+        """Make a route; only ``continuous`` depends on the table's size, so that other tables share one."""
+        return cls(dist_type, num_embeddings if dist_type == CONTINUOUS else None)
+
+
+class DynamicFeaturesDist(RwSparseFeaturesDist):
+    """Sorts a batch by owner and exchanges it; ids keep their value.
+
+    Args:
+        pg: ranks that share the tables.
+        routes: one per feature.
+        device: of the batches.
+        is_sequence: rows travel back per occurrence, so the order must be remembered.
+        keep_weights: whether the batch's weights travel along. Equal on all ranks, also on those with an empty batch:
+            the exchange would wait for ever otherwise. Where no weights travel, counts of `sending` may.
+        sending: what is known of the batch, see `dynamicemb.sharding.exchange.sent_batch`.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        routes: list[Route],
+        device: torch.device | None,
+        is_sequence: bool,
+        keep_weights: bool,
+        sending: Sending,
+    ) -> None:
+        # TorchRec's block sizes have no meaning here; its code beyond `forward` only needs one per feature.
+        super().__init__(
+            pg=pg,
+            num_features=len(routes),
+            feature_hash_sizes=[1] * len(routes),
+            device=device,
+            is_sequence=is_sequence,
+        )
+        self.routes = routes
+        # Neighbours on the same route are asked for together.
+        self._runs = [(route, len(list(run))) for route, run in itertools.groupby(routes)]
+        self.keep_weights = keep_weights
+        self.sending = sending
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Start the exchange.
+
+        Args:
+            sparse_features: ids ``[N]`` of F features and B samples.
+
+        Returns:
+            Two nested awaitables (sizes, then contents) of the ids that this rank owns, of all ranks' samples.
+        """
+        ids = as_int64(sparse_features.values())
+        weights = sparse_features.weights() if self.keep_weights else None
+        if self.sending.counts is not None:
+            weights = pack_counts(self.sending.counts)
+        lengths = sparse_features.lengths().view(-1)
+        self.unbucketize_permute_tensor = None
+        if self._world_size > 1:
+            lengths, order, position = bucketize(self._owners(ids, sparse_features), lengths, self._world_size)
+            ids = ids[order]
+            weights = weights[order] if weights is not None else None
+            if self._is_sequence or self.sending.wants_gradient:
+                self.unbucketize_permute_tensor = position
+        length_per_key = self._length_per_key(sparse_features, lengths)
+        kind = sent_batch_type(self.sending, self._world_size, not self.keep_weights)
+        return self._dist(
+            replace_values(sparse_features, ids, lengths, weights, self._world_size, kind, length_per_key)
+        )
+
+    def _length_per_key(self, features: KeyedJaggedTensor, lengths: torch.Tensor) -> list[int] | None:
+        """Return the sums of lengths ``[W * F * B]`` per rank and feature; None leaves them to TorchRec.
+
+        Raises:
+            ValueError: lengths and ids of the batch contradict each other.
+
+        Host sync: one on a GPU, which spares TorchRec its own.
+        """
+        contradicts = self.sending.contradicts
+        if contradicts is None:
+            return None
+        sums = lengths.view(self._world_size * len(features.keys()), -1).sum(1)
+        *length_per_key, wrong = torch.cat([sums, contradicts.to(sums.dtype)]).tolist()
+        if wrong:
+            raise ValueError(
+                "features: lengths must be non-negative and sum to the number of ids, and offsets, if there are any, "
+                "must start at 0 and be their running sum"
+            )
+        return length_per_key
+
+    def _owners(self, ids: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the owner of every id, i64 ``[N]``."""
+        if len(self._runs) == 1:
+            return self._owners_on(ids, self.routes[0])
+        per_key = iter(features.length_per_key())
+        sizes = [sum(itertools.islice(per_key, number)) for _, number in self._runs]
+        parts = zip(torch.split(ids, sizes), self._runs, strict=True)
+        return torch.cat([self._owners_on(part, route) for part, (route, _) in parts])
+
+    def _owners_on(self, ids: torch.Tensor, route: Route) -> torch.Tensor:
+        return owner_of(ids, self._world_size, route.dist_type, route.num_embeddings)

@@ -1,0 +1,1 @@
+"""The sharding plan: sizes, memory, and what the planner writes into options."""

@@ -1,0 +1,1 @@
+"""Tables that grow: when, how far, and the move of their index entries."""

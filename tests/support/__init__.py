@@ -1,0 +1,1 @@
+"""What tests share: models, disks, pools of ranks, the oracle."""
