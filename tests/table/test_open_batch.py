@@ -76,7 +76,8 @@ def test_a_step_begins_with_its_batch(group, device: torch.device, pooling: int)
     for seed in range(3):
         offsets = legal_offsets(seed)
         given = torch.tensor(offsets, device=device)
-        step, opened = group.open_training_batch(given, layout(pooling, device), offsets[-1])
+        step, lag = group.next_step()
+        opened = group.open_batch(given, layout(pooling, device), offsets[-1], lag)
         _, bounds, _ = expected(offsets, offsets[-1])
         assert opened.table_ranges.tolist() == bounds
         if pooling == POOLING_SUM:
@@ -101,7 +102,8 @@ def test_the_clock_follows_the_system_and_never_repeats(backend: str, device: to
     given = torch.tensor(legal_offsets(0), device=device)
     times = []
     for _ in range(3):
-        step, _ = group.open_training_batch(given, layout(POOLING_SUM, device), int(given[-1]))
+        step, lag = group.next_step()
+        group.open_batch(given, layout(POOLING_SUM, device), int(given[-1]), lag)
         step.finish()
         times.append(int(group.index.clock[NOW]))
         assert group.index.score_values.tolist() == [times[-1]] * 3
@@ -121,7 +123,8 @@ def test_c04_illegal_offsets_are_clamped_and_counted(
         offsets, num_ids = spoilt_offsets(seed)
         given = torch.tensor(offsets, device=device)
         if with_step:
-            step, opened = group.open_training_batch(given, layout(pooling, device), num_ids)
+            step, lag = group.next_step()
+            opened = group.open_batch(given, layout(pooling, device), num_ids, lag)
             step.finish()
         else:
             opened = group.open_batch(given, layout(pooling, device), num_ids)
@@ -139,7 +142,8 @@ def test_scratch_memory_is_filled_with_the_batch(backend: str, device: torch.dev
         pytest.skip("cpu: needs none")
     group = make_group(backend, [32, 32, 32], strategy=strategy)
     offsets = legal_offsets(5)
-    _, opened = group.open_training_batch(torch.tensor(offsets, device=device), layout(POOLING_SUM, device), 5000)
+    _, lag = group.next_step()
+    opened = group.open_batch(torch.tensor(offsets, device=device), layout(POOLING_SUM, device), 5000, lag)
     missing = opened.scratch
     words = missing.scratch.tolist()
     assert missing.num_filled - missing.num_zeros >= missing.num_claims + missing.num_lists + 4
