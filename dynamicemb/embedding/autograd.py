@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from dynamicemb.embedding.phases import phase
 from dynamicemb.embedding.step import Placed, Reading, present, read, train
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_MEAN
 from dynamicemb.table.lookup import Lookup
@@ -70,7 +71,7 @@ class LookupFunction(torch.autograd.Function):
                         _set_missing_weights_grad(weights_grad, placed.lookup, ctx.reading, grad)
                     weights_grad = weights_grad.to(ctx.weights_dtype)
                 if training is not None and ctx.needs_input_grad[0]:
-                    train(group, placed, lookup, grad)
+                    train(group, placed, Gradients.of(lookup, grad))
         except BaseException:
             # The exception may keep this graph alive.
             is_last = True

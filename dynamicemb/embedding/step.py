@@ -5,13 +5,12 @@
     plan   = decide(batch)          host: checks, room, the number of the step, what shall be refused
     placed = place(plan)            device: ids are found or inserted; every occurrence has a row, and who protects it
     output = read(placed)           device: gather or pool
-    train(placed, lookup, grad)     device: the gradients of each row are summed, the optimizer is applied
+    train(placed, gradients)        device: the gradients of each row are summed, the optimizer is applied
 
 An evaluation is placed and read, and needs no decision. Plans are placed in the order in which they were decided.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,9 +19,10 @@ from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.inputs import Batch
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
-from dynamicemb.table.lookup import Lookup, without_tables
+from dynamicemb.table.lookup import Lookup, rows_without
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.staging import Staged
 from dynamicemb.table.steps import Step
@@ -174,7 +174,7 @@ def present(group: TableGroup, placed: Placed, lookup: Lookup) -> Lookup:
     return now
 
 
-def train(group: TableGroup, placed: Placed, lookup: Lookup, grad: torch.Tensor) -> None:
+def train(group: TableGroup, placed: Placed, gradients: Gradients) -> None:
     """Train the tables that were not frozen at forward and are not now, as autograd treats a parameter.
 
     An update in which no table takes part, be it frozen or replaced by a load, is not counted.
@@ -182,19 +182,16 @@ def train(group: TableGroup, placed: Placed, lookup: Lookup, grad: torch.Tensor)
     Args:
         group: the tables.
         placed: a training lookup.
-        lookup: its occurrences, as ``present`` returns them.
-        grad: the gradient of its output.
+        gradients: of its occurrences, with the rows that ``present`` returns.
     """
     training = placed.training
     assert training is not None
     frozen = {*training.frozen, *training.owner.frozen_tables(), *group.steps.replaced_since(placed.number)}
     if len(frozen) == len(group.names):
         return
-    group.update(training.owner.optimizer_settings.hand_on(), _without(lookup, frozen), grad)
-
-
-def _without(lookup: Lookup, tables: Collection[int]) -> Lookup:
-    return without_tables(lookup, tables) if tables else lookup
+    if frozen:
+        gradients = replace(gradients, rows=rows_without(gradients.rows, gradients.table_ranges, frozen))
+    group.update(training.owner.optimizer_settings.hand_on(), gradients)
 
 
 def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.Tensor) -> Lookup:

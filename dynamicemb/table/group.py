@@ -11,6 +11,7 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.admission import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.contents import GroupContents, GroupOptions
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.growing.crowding import roomy_factor
 from dynamicemb.table.growing.growth import Growable, Growth, GrowthLimits, grow_by, make_room
 from dynamicemb.table.growing.plan import InsertPlan, plan_inserts, taken_slots
@@ -18,7 +19,7 @@ from dynamicemb.table.index import DROPPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup, without_tables
+from dynamicemb.table.lookup import Lookup, rows_without
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import COUNT_NONE
@@ -289,7 +290,7 @@ class TableGroup(GroupContents):
         found = self.find(lookup.ids, lookup.table_ranges)
         present = replace(lookup, rows=torch.where(found == lookup.rows, lookup.rows, -1))
         replaced = self.steps.replaced_since(step)
-        return without_tables(present, replaced) if replaced else present
+        return replace(present, rows=rows_without(present.rows, lookup.table_ranges, replaced)) if replaced else present
 
     def count_dropped(self, lookup: Lookup, present: Lookup) -> None:
         """Count the occurrences of a lookup that have no row in ``present``, which ``still_owned`` returned for it."""
@@ -297,17 +298,16 @@ class TableGroup(GroupContents):
         tables = torch.searchsorted(lookup.table_ranges, gone.nonzero().flatten(), right=True) - 1
         self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
 
-    def update(self, spec: OptimizerSpec, lookup: Lookup, grad: torch.Tensor) -> None:
-        """Apply one optimizer step to the rows of a lookup.
+    def update(self, spec: OptimizerSpec, gradients: Gradients) -> None:
+        """Sum gradients by row and apply one optimizer step to each row.
 
         Args:
             spec: the optimizer; its learning rate is that of ``self.learning_rate``.
-            lookup: occurrences whose rows still belong to their ids, or are -1.
-            grad: gradient of the lookup's output.
+            gradients: of occurrences whose rows still belong to their ids, or are -1.
         """
         clock = self.index.clock
         keys = self.initializers.keys
-        self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, keys)
+        self.kernels.update(self.store, spec, gradients, clock, self.learning_rate, keys)
 
     # Reports
 

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import UPDATES
-from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.layout import POOLING_MEAN
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.group import PIECE, most_long_segments, pack
 from dynamicemb.table.triton.launch import carve, cdiv, launch
@@ -38,7 +38,7 @@ class Scratch:
         order: i64 ``[N]``, of ``Groups``, for a small batch.
         partials: f32 ``[2, N // PIECE + 1, block_dim]``, the sums of first pieces, then of all others: two pieces of
             either kind begin at least PIECE occurrences apart.
-        places: i64 ``[N]``, where in ``[B, total_D]`` an occurrence's gradient starts; None without pooling.
+        places: i64 ``[N]``, where an occurrence's gradient starts, as in ``Gradients``; None: one after the other.
         scales: f32 ``[N]``, its factor; None where all are 1.
     """
 
@@ -51,12 +51,11 @@ class Scratch:
     scales: Any
 
     @classmethod
-    def allocate(cls, lookup: Lookup, block_dim: int) -> "Scratch":
-        """Allocate for a lookup."""
-        num = lookup.rows.numel()
-        pooling = lookup.layout.pooling
-        pooled = pooling != POOLING_NONE
-        scaled = pooled and (pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
+    def allocate(cls, gradients: Gradients, block_dim: int) -> "Scratch":
+        """Allocate for a batch."""
+        num, bags = gradients.rows.numel(), gradients.bags
+        pooled = bags is not None
+        scaled = bags is not None and (bags.layout.pooling == POOLING_MEAN or bags.per_sample_weights is not None)
         num_words = 3 * (num + most_long_segments(num))
         num_ordered = num if num <= MOST_RANKED else 0
         num_partials = 2 * most_long_segments(num) * block_dim
@@ -64,33 +63,36 @@ class Scratch:
         sizes = (4, 2 * num_words, 2 * num_ordered, num_partials, 2 * num if pooled else 0, num if scaled else 0)
         for size in sizes:
             begins.append(begins[-1] + (size + 3) // 4 * 4)
-        memory = torch.empty(begins[-1], dtype=torch.int32, device=lookup.rows.device)
+        memory = torch.empty(begins[-1], dtype=torch.int32, device=gradients.rows.device)
         return cls(
             memory,
             carve(memory, 0, 3, torch.int32),
             carve(memory, begins[1], num_words, torch.int64),
             carve(memory, begins[2], num_ordered, torch.int64),
             carve(memory, begins[3], num_partials, torch.float32),
-            carve(memory, begins[4], num, torch.int64) if pooled else None,
-            carve(memory, begins[5], num, torch.float32) if scaled else None,
+            carve(memory, begins[4], num, torch.int64) if pooled else gradients.places,
+            carve(memory, begins[5], num, torch.float32) if scaled else gradients.scales,
         )
 
 
-def begin_update(store: RowStore, lookup: Lookup, clock: torch.Tensor, scratch: Scratch, ranked: bool) -> None:
-    """Count the application, and with pooling find the gradient of every occurrence.
+def begin_update(store: RowStore, gradients: Gradients, clock: torch.Tensor, scratch: Scratch, ranked: bool) -> None:
+    """Count the application, and find the gradient of every occurrence of a bag.
 
     Args:
         store: the rows.
-        lookup: occurrences of the forward.
+        gradients: of the occurrences.
         clock: i64 ``[CLOCK_SIZE]``; UPDATES counts.
-        scratch: ``counts`` become 0, ``places`` and ``scales`` are written.
+        scratch: ``counts`` become 0; for bags ``places`` and ``scales`` are written.
         ranked: also write what ``group_by_row`` returns to ``scratch``; for at most MOST_RANKED occurrences.
 
     Host sync: none. Bytes moved: pooling writes 8 N, 12 N with factors; ranking reads 4 N for every _RANKED
     occurrences, from the cache, and writes 32 N.
     """
-    layout, weights, num = lookup.layout, lookup.per_sample_weights, lookup.rows.numel()
-    pooled, scaled = scratch.places is not None, scratch.scales is not None
+    rows, bags = gradients.rows, gradients.bags
+    num, pooled = rows.numel(), bags is not None
+    scaled = pooled and scratch.scales is not None
+    weights = None if bags is None else bags.per_sample_weights
+    is_mean = bags is not None and bags.layout.pooling == POOLING_MEAN
     block = _RANKED if ranked else _LOCATED
     launch(
         _begin_kernel,
@@ -98,28 +100,28 @@ def begin_update(store: RowStore, lookup: Lookup, clock: torch.Tensor, scratch: 
         (
             clock,
             scratch.counts,
-            lookup.offsets,
-            layout.feature_tables,
-            layout.column_offsets,
+            clock if bags is None else bags.offsets,
+            clock if bags is None else bags.layout.feature_tables,
+            clock if bags is None else bags.layout.column_offsets,
             clock if weights is None else weights.contiguous(),
             scratch.places if pooled else clock,
             scratch.scales if scaled else clock,
-            lookup.rows,
+            rows,
             scratch.order if ranked else clock,
             scratch.words if ranked else clock,
-            lookup.table_ranges,
+            gradients.table_ranges,
             store.chunk_bases,
             store.row_bytes,
             num,
-            lookup.offsets.numel() - 1,
-            layout.batch_size,
-            layout.width,
+            0 if bags is None else bags.offsets.numel() - 1,
+            0 if bags is None else bags.layout.batch_size,
+            0 if bags is None else bags.layout.width,
             store.num_tables,
             store.chunk_shift,
         ),
         {
             "POOLED": pooled,
-            "MEAN": layout.pooling == POOLING_MEAN,
+            "MEAN": is_mean,
             "WEIGHTED": weights is not None,
             "SCALED": scaled,
             "RANKED": ranked,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
 from dynamicemb.table.triton.group import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
@@ -33,13 +33,12 @@ def _grid(device: torch.device, most: int, warps: int) -> tuple[int]:
 def update(
     store: RowStore,
     spec: OptimizerSpec,
-    lookup: Lookup,
-    grad: torch.Tensor,
+    gradients: Gradients,
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
 ) -> None:
-    """Apply one optimizer step to every row of a lookup, in place; what it computes is in the CPU twin.
+    """Apply one optimizer step to every row of a batch, in place; what it computes is in the CPU twin.
 
     Units of at most PIECE occurrences are summed by one program each. A unit that is a whole segment is applied at
     once; the sums of pieces go to scratch memory, and a second kernel adds them in order and applies them. So a sum
@@ -48,8 +47,7 @@ def update(
     Args:
         store: the rows.
         spec: the optimizer; its learning rate is not read.
-        lookup: occurrences of the forward.
-        grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
+        gradients: of the occurrences.
         clock: i64 ``[CLOCK_SIZE]``; UPDATES counts this step, in place, and is then its number: Adam's t and the step
             of stochastic rounding. Read on the device.
         learning_rate: f32 ``[1]``, read on the device.
@@ -65,19 +63,19 @@ def update(
     if stochastic and table_keys is None:
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
     shape = row_shape(store)
-    num = lookup.rows.numel()
+    num = gradients.rows.numel()
     few = num <= MOST_RANKED
-    scratch = Scratch.allocate(lookup, shape.block_dim)
-    begin_update(store, lookup, clock, scratch, few)
+    scratch = Scratch.allocate(gradients, shape.block_dim)
+    begin_update(store, gradients, clock, scratch, few)
     if num == 0:
         return
     if few:
         groups = Groups(scratch.order, scratch.counts, scratch.words, most_long_segments(num))
     else:
-        groups = group_by_row(store, lookup, scratch.counts, scratch.words)
+        groups = group_by_row(store, gradients, scratch.counts, scratch.words)
     num_windows = most_long_segments(num)
     common = (
-        lookup.ids,
+        gradients.ids,
         clock if table_keys is None else table_keys,
         clock,
         learning_rate,
@@ -87,13 +85,13 @@ def update(
         num_windows,
     )
     constants = _constants(spec, shape, stochastic)
-    _launch_units(groups, spec, grad.contiguous(), scratch, common, constants)
+    _launch_units(groups, spec, gradients.values, scratch, common, constants)
     if num > PIECE:
         warps = min(8, max(_COMBINE_WARPS, shape.block_dim // 256))
         launch(
             _combine_kernel,
-            _grid(grad.device, num_windows, warps),
-            (lookup.ids, groups.order, groups.counts, groups.words, num, groups.most_long, *common[1:]),
+            _grid(gradients.ids.device, num_windows, warps),
+            (gradients.ids, groups.order, groups.counts, groups.words, num, groups.most_long, *common[1:]),
             {**constants, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
             num_warps=warps,
             # The CPU twin rounds every product too.
