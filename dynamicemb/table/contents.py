@@ -160,7 +160,7 @@ class GroupContents:
             slots = self.kernels.scan(self.index, table, 0)
             gone = slots[self.index.expired(table, slots)]
             self.index.digests[gone] = DIGEST_ERASED
-            self.index.counters[table, EXPIRED] += gone.numel()
+            self.index.tallies[table, EXPIRED] += gone.numel()
             self._erased(table, gone.numel())
         return gone.numel()
 

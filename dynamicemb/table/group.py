@@ -23,7 +23,7 @@ from dynamicemb.table.lookup import Lookup, rows_without
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import COUNT_NONE
-from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
+from dynamicemb.table.stats import TallyReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
 from dynamicemb.table.touched import Mark
 from dynamicemb.table.turns import Turns
@@ -89,8 +89,8 @@ class TableGroup(GroupContents):
             options.score_function,
             options.ttls,
         )
-        self.counter_reader = CounterReader(self.index)
-        self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.counter_reader)
+        self.tally_reader = TallyReader(self.index)
+        self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.tally_reader)
         self.admission = admission
         self.admission_reader = self._read_counter()
         self.steps = StepTracker(options.protect_steps, len(names))
@@ -106,21 +106,21 @@ class TableGroup(GroupContents):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"], state["turn"], state["counter_reader"], state["admission_reader"]
+        del state["kernels"], state["turn"], state["tally_reader"], state["admission_reader"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kernels = kernels_for(self.device)
         self.turn = Turns(self.device)
-        self.counter_reader = CounterReader(self.index, self.index.counters.tolist())
+        self.tally_reader = TallyReader(self.index, self.index.tallies.tolist())
         self.admission_reader = self._read_counter()
         if self.growth is not None:
-            self.growth.resume(self.counter_reader)
+            self.growth.resume(self.tally_reader)
 
-    def _read_counter(self) -> CounterReader | None:
+    def _read_counter(self) -> TallyReader | None:
         counter = None if self.admission is None else self.admission.counter
-        return None if counter is None else CounterReader(counter, counter.counters.tolist())
+        return None if counter is None else TallyReader(counter, counter.tallies.tolist())
 
     # Steps
 
@@ -296,7 +296,7 @@ class TableGroup(GroupContents):
         """Count the occurrences of a lookup that have no row in ``present``, which ``still_owned`` returned for it."""
         gone = (lookup.rows >= 0) & (present.rows < 0)
         tables = torch.searchsorted(lookup.table_ranges, gone.nonzero().flatten(), right=True) - 1
-        self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
+        self.index.tallies[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
 
     def update(self, spec: OptimizerSpec, gradients: Gradients) -> None:
         """Sum gradients by row and apply one optimizer step to each row.
@@ -321,11 +321,11 @@ class TableGroup(GroupContents):
             raise TypeError(f"wait must be a bool, got {wait!r}; the statistics of one table are stats()['<table>']")
         with self.turn():
             if wait:
-                counts = self.counter_reader.wait()
+                counts = self.tally_reader.wait()
                 sizes = [self.size(t) for t in range(len(self.names))]
             else:
-                self.counter_reader.send()
-                counts = self.counter_reader.latest()
+                self.tally_reader.send()
+                counts = self.tally_reader.latest()
                 sizes = [size_of(of_table) for of_table in counts]
             described = [describe(*numbers) for numbers in zip(sizes, self.capacities, counts, strict=True)]
             if self.admission_reader is not None:

@@ -61,7 +61,7 @@ def test_new_ids_get_slots_and_full_buckets_fail(backend: str, device: torch.dev
     assert len(set(rows[rows >= 0].tolist())) == 19
     found = kernels.find(group.index, ids, ranges, False)
     assert torch.equal(found, rows)
-    counters = group.index.counters
+    counters = group.index.tallies
     assert counters[:, INSERTED].tolist() == [3, 16] and counters[:, FAILED].tolist() == [0, 5]
     nothing = torch.zeros(3, dtype=torch.int64, device=device)
     assert kernels.place(group.index, ids[:0], nothing).shape == (0,)

@@ -220,7 +220,7 @@ def test_the_counters_know_how_many_places_are_taken(backend: str) -> None:
     wait(group, 2 * TTL)
     look_up(group, list(range(5, 15)))
     assert group.stats(wait=False)["t0"]["size"] in (0, group.size(0))
-    assert group.counter_reader.wait() and group.stats(wait=True)["t0"]["size"] == group.size(0)
+    assert group.tally_reader.wait() and group.stats(wait=True)["t0"]["size"] == group.size(0)
 
 
 # The module

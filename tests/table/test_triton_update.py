@@ -8,7 +8,7 @@ import torch
 
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table import cpu
-from dynamicemb.table.cpu.group import group_by_row
+from dynamicemb.table.cpu.segments import group_by_row
 from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import CLOCK_SIZE, UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM
@@ -233,8 +233,8 @@ def units_of(groups):
 
 
 def check_grouping(device, store, lookup):
-    from dynamicemb.table.triton.group import PIECE
-    from dynamicemb.table.triton.group import group_by_row as group_on_device
+    from dynamicemb.table.triton.segments import PIECE
+    from dynamicemb.table.triton.segments import group_by_row as group_on_device
 
     order, starts = group_by_row(lookup.rows)
     groups = group_on_device(copy_store(store, device), to_device(lookup, device))

@@ -7,10 +7,10 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.cpu.group import group_by_row
 from dynamicemb.table.cpu.memory import F32, f32_at, read_f32, read_i32, read_i64
 from dynamicemb.table.cpu.pool import BagsView, bag_position, bag_scale, bags_view
 from dynamicemb.table.cpu.rules import apply_rule, rule_of, store_stochastic
+from dynamicemb.table.cpu.segments import group_by_row
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,

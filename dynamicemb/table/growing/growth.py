@@ -15,7 +15,7 @@ from dynamicemb.table.growing.relocation import grow
 from dynamicemb.table.index import EVICTED, FAILED, Index
 from dynamicemb.table.memory import is_out_of_memory
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.stats import CounterReader, occurrences_of, size_of
+from dynamicemb.table.stats import TallyReader, occurrences_of, size_of
 from dynamicemb.table.steps import StepTracker
 from dynamicemb.warn import warn
 
@@ -43,7 +43,7 @@ class Growth:
     where a bucket is full before the table is: theirs is the load below which that is out of the question.
     """
 
-    def __init__(self, names: list[str], limits: GrowthLimits, bucket_capacity: int, reader: CounterReader):
+    def __init__(self, names: list[str], limits: GrowthLimits, bucket_capacity: int, reader: TallyReader):
         """Begin with the tables as ``reader`` knows them."""
         self._names = names
         self._load_factors = limits.max_load_factors
@@ -62,8 +62,8 @@ class Growth:
         del state["_reader"]
         return state
 
-    def resume(self, reader: CounterReader) -> None:
-        """Go on in a copy, whose counters ``reader`` reads."""
+    def resume(self, reader: TallyReader) -> None:
+        """Go on in a copy, whose tallies ``reader`` reads."""
         self._reader = reader
         self._offered = sum(map(occurrences_of, reader.latest()))
 

@@ -68,7 +68,7 @@ class RowImport(ImportStep):
     def _close(self) -> None:
         del self._slot_index
         self._group.epoch += 1
-        _read_counters(self._group)
+        _read_tallies(self._group)
 
     def _look(self) -> None:
         """Take in where the table's slots are, and what time it is."""
@@ -96,7 +96,7 @@ class RowImport(ImportStep):
         group = self._group
         if group.growth is None:
             return
-        _read_counters(group)
+        _read_tallies(group)
         before = group.index.num_slots
         group.make_room_for(ids, lambda: group.ranges_of(self._table, ids.numel()))
         if group.index.num_slots != before:
@@ -205,12 +205,12 @@ def clear(group: TableGroup, table: int) -> None:
         group.steps.replace_rows(table)
         index = group.index
         slots = index.slots_of(table)
-        index.counters[table, ERASED] += group.size(table)
+        index.tallies[table, ERASED] += group.size(table)
         index.digests[slots] = DIGEST_EMPTY
         index.tags[slots] = 0
         group.marks.pop(table, None)
         group.epoch += 1
-        _read_counters(group)
+        _read_tallies(group)
         clear_counts(group, table)
 
 
@@ -221,17 +221,17 @@ def clear_counts(group: TableGroup, table: int) -> None:
     counter, reader = group.admission.counter, group.admission_reader
     assert reader is not None
     slots = counter.slots_of(table)
-    counter.counters[table, ERASED] += (counter.digests[slots] >= FIRST_DIGEST).sum()
+    counter.tallies[table, ERASED] += (counter.digests[slots] >= FIRST_DIGEST).sum()
     counter.digests[slots] = DIGEST_EMPTY
     counter.tags[slots] = 0
     reader.wait()
 
 
-def _read_counters(group: TableGroup) -> None:
+def _read_tallies(group: TableGroup) -> None:
     """Tell growth and statistics the new sizes: test_c19_a_table_that_was_loaded_grows_in_time."""
-    group.counter_reader.wait()
+    group.tally_reader.wait()
     if group.growth is not None:
-        group.growth.resume(group.counter_reader)
+        group.growth.resume(group.tally_reader)
 
 
 def adopt_clock(group: TableGroup, now: int) -> None:

@@ -55,7 +55,7 @@ class ImportStep:
             self._step = group.begin_step(training=False)
             stack.callback(self._step.finish)
             self._prepare()
-            self._looked_up = self._index.counters[self._table, [HITS, MISSES]].clone()
+            self._looked_up = self._index.tallies[self._table, [HITS, MISSES]].clone()
             self._stack = stack.pop_all()
         return self
 
@@ -63,5 +63,5 @@ class ImportStep:
         with self._stack:
             # It holds 4 bytes for each slot of the group.
             self._stack.callback(delattr, self, "_room")
-            self._index.counters[self._table, [HITS, MISSES]] = self._looked_up
+            self._index.tallies[self._table, [HITS, MISSES]] = self._looked_up
             self._close()

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.gradients import Gradients
-from dynamicemb.table.index import UPDATES
 from dynamicemb.table.layout import POOLING_MEAN
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.group import PIECE, most_long_segments, pack
+from dynamicemb.table.triton.constants import UPDATES
 from dynamicemb.table.triton.launch import carve, cdiv, launch
 from dynamicemb.table.triton.pool import bag_table_and_place
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
+from dynamicemb.table.triton.segments import PIECE, most_long_segments, pack
 
 # Occurrences of a batch that are sorted by comparing each with all others: one kernel in the place of torch's sort,
 # whose launches alone take the host 50 us and more.
@@ -23,8 +23,6 @@ MOST_RANKED = 8192
 _RANKED = 32
 _LOCATED = 256
 _COMPARED = 128
-
-_UPDATES = tl.constexpr(UPDATES)
 
 
 @dataclass(slots=True)
@@ -167,7 +165,7 @@ def _begin_kernel(
     COMPARED: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
-        tl.store(clock_ptr + _UPDATES, tl.load(clock_ptr + _UPDATES) + 1)
+        tl.store(clock_ptr + UPDATES, tl.load(clock_ptr + UPDATES) + 1)
         tl.store(counts_ptr, 0)
         if RANKED:
             tl.store(counts_ptr + 1, num)

@@ -59,7 +59,7 @@ def find_and_gather(
     tile = max(1, min(_BLOCK, _TILE_BYTES // row_bytes))
     num_checks = cdiv(offsets.numel(), _CHECKED)
     args = (
-        index.keys, index.digests, index.rows, index.bucket_offsets, index.clock, index.counters, ids, offsets,
+        index.keys, index.digests, index.rows, index.bucket_offsets, index.clock, index.tallies, ids, offsets,
         layout.table_features, missing_values, out, store.chunk_bases, store.row_bytes, ids.numel(), offsets.numel(),
         num_checks, layout.batch_size, store.num_tables, store.chunk_shift,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _find_and_gather_kernel(
     slot_rows_ptr,
     bucket_offsets_ptr,
     clock_ptr,
-    counters_ptr,
+    tallies_ptr,
     ids_ptr,
     offsets_ptr,
     table_features_ptr,
@@ -142,7 +142,7 @@ def _find_and_gather_kernel(
         value = tl.load(offsets_ptr + k, mask=inside, other=0)
         count_wrong(
             offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
-            counters_ptr,
+            tallies_ptr,
         )  # fmt: skip
     else:
         _find_and_copy(

@@ -62,7 +62,7 @@ def _initialize(store: RowStore, initializers: InitializerTable, leaders: Leader
     args = (
         store.chunk_bases, store.dims, store.num_states, store.row_bytes, store.state_offsets, initializers.modes,
         initializers.params, initializers.keys, leaders.rows, leaders.ids, leaders.tables, state_values,
-        leaders.counts, store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
+        leaders.lengths, store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
     )  # fmt: skip
     constants = {
         "COUNT": leaders.word,
@@ -217,7 +217,7 @@ def _initialize_kernel(
     ids_ptr,
     tables_ptr,
     state_values_ptr,
-    counts_ptr,
+    lengths_ptr,
     chunk_shift,
     num_rows,
     max_dim,
@@ -235,7 +235,7 @@ def _initialize_kernel(
     MODULUS: tl.constexpr,
 ):
     if COUNT >= 0:
-        num_rows = tl.load(counts_ptr + COUNT) + 1
+        num_rows = tl.load(lengths_ptr + COUNT) + 1
     begin = tl.program_id(0) * TILE
     while begin < num_rows:
         k = begin + tl.arange(0, TILE)

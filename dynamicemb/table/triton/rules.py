@@ -3,16 +3,9 @@
 import triton
 import triton.language as tl
 
-from dynamicemb.optimizer import OptimizerKind
-from dynamicemb.table.index import UPDATES
+from dynamicemb.table.triton.constants import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, UPDATES
 from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.rows import bf16_bits, load_float, pointers, store_float
-
-_SGD = tl.constexpr(int(OptimizerKind.SGD))
-_ADAM = tl.constexpr(int(OptimizerKind.ADAM))
-_ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
-_ROWWISE_ADAGRAD = tl.constexpr(int(OptimizerKind.ROWWISE_ADAGRAD))
-_UPDATES = tl.constexpr(UPDATES)
 
 
 @triton.jit
@@ -42,8 +35,8 @@ def step_constants(
     step_size = rate
     root_correction = rate
     decay = rate * WEIGHT_DECAY
-    if KIND == _ADAM:
-        t = tl.load(clock_ptr + _UPDATES)
+    if KIND == ADAM:
+        t = tl.load(clock_ptr + UPDATES)
         step_size = (rate.to(tl.float64) / (1.0 - _power(BETA1, t))).to(tl.float32)
         root_correction = (1.0 / tl.sqrt(1.0 - _power(BETA2, t))).to(tl.float32)
     return step_size, root_correction, decay
@@ -75,12 +68,12 @@ def open_rows(
     old = load_float(weights, inside)
     first = tl.zeros([1, 1], tl.float32)
     second = tl.zeros([1, 1], tl.float32)
-    if KIND == _ADAM:
+    if KIND == ADAM:
         first = tl.load(state + column, mask=inside, other=0.0)
         second = tl.load(state + dim + column, mask=inside, other=0.0)
-    elif KIND == _ADAGRAD:
+    elif KIND == ADAGRAD:
         first = tl.load(state + column, mask=inside, other=0.0)
-    elif KIND == _ROWWISE_ADAGRAD:
+    elif KIND == ROWWISE_ADAGRAD:
         first = tl.load(state, mask=valid[:, None], other=0.0)
     return weights, state, dim, inside, old, first, second
 
@@ -101,16 +94,16 @@ def apply_rule(row, g, column, valid, constants, settings, KIND: tl.constexpr):
     _, state, dim, inside, w, first, second = row
     step_size, root_correction, decay = constants
     eps, beta1, rest1, beta2, rest2 = settings
-    if KIND == _SGD:
+    if KIND == SGD:
         return w - step_size * g
-    elif KIND == _ADAM:
+    elif KIND == ADAM:
         first = beta1 * first + rest1 * g
         second = beta2 * second + rest2 * (g * g)
         tl.store(state + column, first, mask=inside)
         tl.store(state + dim + column, second, mask=inside)
         change = tl.div_rn(step_size * first, tl.sqrt_rn(second) * root_correction + eps)
         return w - (change + decay * w)
-    elif KIND == _ADAGRAD:
+    elif KIND == ADAGRAD:
         total = first + g * g
         tl.store(state + column, total, mask=inside)
         return w - tl.div_rn(step_size * g, tl.sqrt_rn(total) + eps)
@@ -132,7 +125,7 @@ def close_rows(
     new = apply_rule(row, g, column, valid, constants, settings, KIND)
     if STOCHASTIC:
         row_id = tl.load(random[0] + i, mask=valid, other=0)
-        words = row_words(tl.load(random[1] + table), row_id, tl.load(random[2] + _UPDATES), BLOCK_DIM)
+        words = row_words(tl.load(random[1] + table), row_id, tl.load(random[2] + UPDATES), BLOCK_DIM)
         store_stochastic(row[0], new, row[3], words)
     else:
         store_float(row[0], new, row[3], "")

@@ -10,10 +10,10 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
-from dynamicemb.table.triton.group import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
 from dynamicemb.table.triton.launch import launch, persistent_grid
 from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, row_shape, stream_float
 from dynamicemb.table.triton.rules import close_rows, open_rows, step_constants
+from dynamicemb.table.triton.segments import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
 
 _FEW = tl.constexpr(FEW)
 # Programs beyond those that fit at once even out unequal shares.
