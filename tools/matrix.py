@@ -4,8 +4,8 @@
 
 Each environment is made in a temporary folder (set TMPDIR to choose where) and removed after its run. Where there is no
 CPU build of torch, the default build comes with its CUDA libraries: such an environment takes 8 GB of disk. Nothing
-here runs in continuous integration. The results are appended to `benchmarks/results/matrix.jsonl`, and printed as a table.
-Standard library only.
+here runs in continuous integration. The results are appended to `benchmarks/results/matrix.jsonl`, and printed as a
+table. Standard library only.
 """
 
 import argparse

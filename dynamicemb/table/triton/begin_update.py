@@ -1,7 +1,7 @@
 """Begin an update: count it, find the gradient of every occurrence, and group the occurrences of a small batch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,17 @@ MOST_RANKED = 8192
 # Occurrences of a program, with and without ranking, and how many it compares them with at a time.
 _RANKED = 32
 _LOCATED = 256
-_COMPARED = 128
+_COMPARED = tl.constexpr(128)
+_PIECE = tl.constexpr(PIECE)
+
+
+class _BagShape(NamedTuple):
+    """What locating gradients is compiled for: whether they are to be located, and what makes their factors."""
+
+    pooled: bool
+    mean: bool
+    weighted: bool
+    scaled: bool
 
 
 @dataclass(slots=True)
@@ -118,15 +128,10 @@ def begin_update(store: RowStore, gradients: Gradients, clock: torch.Tensor, scr
             store.chunk_shift,
         ),
         {
-            "POOLED": pooled,
-            "MEAN": is_mean,
-            "WEIGHTED": weights is not None,
-            "SCALED": scaled,
+            "BAGS": _BagShape(pooled, is_mean, weights is not None, scaled),
             "RANKED": ranked,
-            "ROW_BYTES": row_shape(store).row_bytes,
-            "PIECE": PIECE,
+            "ROW": row_shape(store),
             "BLOCK": block,
-            "COMPARED": _COMPARED,
         },
         num_warps=4 if ranked else 2,
     )
@@ -154,42 +159,37 @@ def _begin_kernel(
     width,
     num_tables,
     chunk_shift,
-    POOLED: tl.constexpr,
-    MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SCALED: tl.constexpr,
+    BAGS: tl.constexpr,
     RANKED: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PIECE: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
-    COMPARED: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
         tl.store(clock_ptr + UPDATES, tl.load(clock_ptr + UPDATES) + 1)
         tl.store(counts_ptr, 0)
         if RANKED:
             tl.store(counts_ptr + 1, num)
-            tl.store(counts_ptr + 2, num // PIECE)
+            tl.store(counts_ptr + 2, num // _PIECE)
         else:
             tl.store(counts_ptr + 1, 0)
             tl.store(counts_ptr + 2, 0)
     # An empty batch may have no bags.
-    if POOLED & (tl.program_id(0) * BLOCK < num):
+    if BAGS.pooled & (tl.program_id(0) * BLOCK < num):
         _locate(
             offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags,
-            batch_size, width, MEAN, WEIGHTED, SCALED, BLOCK,
+            batch_size, width, BAGS, BLOCK,
         )  # fmt: skip
     if RANKED:
         _rank(
             rows_ptr, order_ptr, words_ptr, table_ranges_ptr, chunk_bases_ptr, row_bytes_ptr, num, num_tables,
-            chunk_shift, ROW_BYTES, PIECE, BLOCK, COMPARED,
+            chunk_shift, ROW, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _rank(
     rows_ptr, order_ptr, words_ptr, table_ranges_ptr, chunk_bases_ptr, row_bytes_ptr, num, num_tables, chunk_shift,
-    ROW_BYTES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr,
+    ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the place of each occurrence in the order by row by comparing it with all others; write order and units.
 
@@ -206,8 +206,8 @@ def _rank(
     # How many are less, and how many equal (in the high half): all below 2^15.
     counted = tl.zeros([BLOCK], tl.int32)
     earlier = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, num, COMPARED):
-        j = first + tl.arange(0, COMPARED)
+    for first in range(0, num, _COMPARED):
+        j = first + tl.arange(0, _COMPARED)
         other = tl.load(rows_ptr + j, mask=j < num, other=0x7FFFFFFF)[None, :]
         equal = (other == row[:, None]) & (j < num)[None, :]
         counted += tl.sum((other < row[:, None]).to(tl.int32) + (equal.to(tl.int32) << 16), 1)
@@ -218,18 +218,18 @@ def _rank(
     tl.store(order_ptr + p, i.to(tl.int64), mask=inside)
     valid = inside & (row >= 0)
     table = find_range(i, table_ranges_ptr, tl.zeros([BLOCK], tl.int32), num_tables)
-    address = row_addresses(row, table, valid, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
-    whole = length <= PIECE
-    starts = valid & (earlier % PIECE == 0)
-    unit = pack(p, tl.minimum(length - earlier, PIECE), table, earlier == 0, whole)
+    address = row_addresses(row, table, valid, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW.row_bytes)
+    whole = length <= _PIECE
+    starts = valid & (earlier % _PIECE == 0)
+    unit = pack(p, tl.minimum(length - earlier, _PIECE), table, earlier == 0, whole)
     tl.store(words_ptr + p, tl.where(starts, unit, -1), mask=inside)
     tl.store(words_ptr + num + p, address, mask=starts)
     tl.store(words_ptr + 2 * num + p, i.to(tl.int64), mask=starts)
-    closes = inside & (p % PIECE == PIECE - 1)
-    long = valid & (whole == 0) & (begin // PIECE == p // PIECE)
-    most_long = num // PIECE + 1
-    listed_ptr = words_ptr + 3 * num + p // PIECE
-    segment = pack(begin, tl.full([BLOCK], PIECE, tl.int32), table, earlier >= 0, whole)
+    closes = inside & (p % _PIECE == _PIECE - 1)
+    long = valid & (whole == 0) & (begin // _PIECE == p // _PIECE)
+    most_long = num // _PIECE + 1
+    listed_ptr = words_ptr + 3 * num + p // _PIECE
+    segment = pack(begin, tl.full([BLOCK], _PIECE, tl.int32), table, earlier >= 0, whole)
     tl.store(listed_ptr, tl.where(long, segment, -1), mask=closes)
     tl.store(listed_ptr + most_long, address, mask=closes & long)
     tl.store(listed_ptr + 2 * most_long, length.to(tl.int64), mask=closes & long)
@@ -238,7 +238,7 @@ def _rank(
 @triton.jit
 def _locate(
     offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags, batch_size,
-    width, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    width, BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write where in ``[B, total_D]`` the gradient of each occurrence starts, and its factor.
 
@@ -254,11 +254,11 @@ def _locate(
     bag = find_range(i, offsets_ptr, tl.zeros([BLOCK], tl.int32) + lowest, highest - lowest + 1)
     _, place = bag_table_and_place(bag, feature_tables_ptr, column_offsets_ptr, batch_size, width, 1)
     tl.store(places_ptr + i, place, mask=inside)
-    if SCALED:
+    if BAGS.scaled:
         scale = tl.full([BLOCK], 1.0, tl.float32)
-        if MEAN:
+        if BAGS.mean:
             length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
             scale = tl.div_rn(scale, tl.maximum(length, 1).to(tl.float32))
-        if WEIGHTED:
+        if BAGS.weighted:
             scale *= tl.load(weights_ptr + i, mask=inside, other=0.0)
         tl.store(scales_ptr + i, scale, mask=inside)

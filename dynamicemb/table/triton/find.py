@@ -1,5 +1,7 @@
 """Look ids up; touch what is found; list what is missing."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -40,6 +42,40 @@ from dynamicemb.table.triton.missing import Missing, note
 # all are found, and 10 % more where some are missing.
 _BLOCK = 64
 _NUM_WARPS = 1
+
+
+class _IndexShape(NamedTuple):
+    """What of an index the kernel is compiled for.
+
+    Attributes:
+        bucket: slots of a bucket.
+        counting: COUNT_*.
+        keeping: some tables keep the score that an id was inserted with.
+        stamps: touches are stamped with their time.
+        expires: ids are forgotten.
+    """
+
+    bucket: int
+    counting: int
+    keeping: bool
+    stamps: bool
+    expires: bool
+
+
+class _Wanted(NamedTuple):
+    """What a caller wants of a find.
+
+    Attributes:
+        touch: scores, tags and tallies change.
+        frequencies: occurrences count as often as they say.
+        slots: the result is slots, not rows.
+        list: missing occurrences are listed.
+    """
+
+    touch: bool
+    frequencies: bool
+    slots: bool
+    list: bool
 
 
 def find(
@@ -98,15 +134,10 @@ def _find(
         index.num_tables,
     )  # fmt: skip
     constants = {
-        "BUCKET": index.bucket_capacity,
-        "TOUCH": touch,
-        "COUNTING": index.counting,
-        "KEEPING": keeping(index.strategy),
-        "STAMPS": index.has_stamps,
-        "EXPIRES": index.expires,
-        "HAS_FREQUENCIES": frequencies is not None,
-        "SLOTS": slots,
-        "LIST": missing is not None,
+        "INDEX": _IndexShape(
+            index.bucket_capacity, index.counting, keeping(index.strategy), index.has_stamps, index.expires
+        ),
+        "WANTED": _Wanted(touch, frequencies is not None, slots, missing is not None),
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": _BLOCK,
     }
@@ -231,15 +262,8 @@ def _find_kernel(
     lengths_ptr,
     num_ids,
     num_tables,
-    BUCKET: tl.constexpr,
-    TOUCH: tl.constexpr,
-    COUNTING: tl.constexpr,
-    KEEPING: tl.constexpr,
-    STAMPS: tl.constexpr,
-    EXPIRES: tl.constexpr,
-    HAS_FREQUENCIES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LIST: tl.constexpr,
+    INDEX: tl.constexpr,
+    WANTED: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -249,37 +273,37 @@ def _find_kernel(
     inside = i < num_ids
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
     table = table_of(i, begin, end, table_ranges_ptr, num_tables, TABLES)
-    slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
-    if EXPIRES:
+    slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, INDEX.bucket)
+    if INDEX.expires:
         found = inside & (slot >= 0)
         gone = expired(tags_ptr, stamps_ptr, ttls_ptr, clock_ptr, slot, table, found)
         slot = tl.where(found & gone, -1, slot)
     hit = inside & (slot >= 0)
-    if SLOTS:
+    if WANTED.slots:
         row = slot.to(tl.int32)
     else:
-        row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET)
+        row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, INDEX.bucket)
     amount = tl.full([BLOCK], 1, tl.int64)
-    if HAS_FREQUENCIES:
+    if WANTED.frequencies:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
         if tl.max(clamped.to(tl.int32), 0) > 0:
             count_by_table(tallies_ptr + CLAMPED, table, clamped, NUM_TALLIES)
-    if TOUCH:
-        counts = tl.full([BLOCK], COUNTING == COUNT_ALL, tl.int1)
-        if COUNTING == COUNT_SOME:
+    if WANTED.touch:
+        counts = tl.full([BLOCK], INDEX.counting == COUNT_ALL, tl.int1)
+        if INDEX.counting == COUNT_SOME:
             counts = tl.load(strategies_ptr + table) >= SCORE_LFU
         replaces = counts == 0
-        if KEEPING:
+        if INDEX.keeping:
             replaces = replaces & (tl.load(strategies_ptr + table) != SCORE_NO_EVICTION)
         fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP).to(tl.int32), amount,
-                      tl.load(score_values_ptr + table), counts, replaces, COUNTING)  # fmt: skip
-        if STAMPS:
+                      tl.load(score_values_ptr + table), counts, replaces, INDEX.counting)  # fmt: skip
+        if INDEX.stamps:
             tl.store(stamps_ptr + slot, tl.load(clock_ptr + NOW), mask=fresh)
         count_by_table(tallies_ptr + HITS, table, hit, NUM_TALLIES)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
-        if TOUCH:
+        if WANTED.touch:
             count_by_table(tallies_ptr + MISSES, table, miss, NUM_TALLIES)
-        if LIST:
+        if WANTED.list:
             note(i, table, miss, missing_ptr, lengths_ptr + MISSING_LENGTH)
     tl.store(out_ptr + i, row, mask=inside)
