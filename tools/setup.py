@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # torch (major.minor) -> (fbgemm_gpu, torchrec)
 TRIPLES = {"2.11": ("1.6", "1.6"), "2.12": ("1.7", "1.7"), "2.13": ("1.8", "1.8"), "2.14": ("1.9", "1.9")}
-# The interpreters of Triton that come with these releases of torch cannot work with newer releases of numpy.
-NUMPY = {"2.11": "numpy<2.4", "2.12": "numpy<2.4"}
 # torch, fbgemm_gpu, torchrec
 DEFAULT = ("2.13.0", "1.8.0", "1.8.0")
 PYTORCH_CPU_PAGE = "https://download.pytorch.org/whl/cpu"
@@ -111,8 +109,10 @@ def install(
     print(f"{'CUDA' if cuda else 'CPU'} machine: torch {torch}, fbgemm_gpu {fbgemm}, torchrec {torchrec}", flush=True)
     print("the two big steps, torch and fbgemm_gpu, take some minutes without a word (about 3 GB in all)", flush=True)
     install_torch(python, cuda, torch)
-    numpy = NUMPY.get(".".join(torch.split(".")[:2]), "numpy")
-    pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={fbgemm}", numpy)
+    if not cuda and sys.platform == "linux":
+        # The default builds of torch bring older ones, whose interpreter cannot work with numpy 2. It runs the tests.
+        pip_or_exit(python, "triton>=3.9", "--upgrade", "--no-deps")
+    pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={fbgemm}", "numpy")
     pip_or_exit(python, *TORCHREC_NEEDS)
     pip_or_exit(python, f"torchrec=={torchrec}", "--no-deps")
     pip_or_exit(python, *package)
