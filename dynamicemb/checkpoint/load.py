@@ -269,7 +269,7 @@ class _Load:
     def _mark(self) -> None:
         """Let increments continue the dump where the tables now agree with it."""
         request, last = self._request, self._dumps[-1]
-        if last.manifest is None or request.merge or request.fresh_scores:
+        if last.manifest.is_foreign or request.merge or request.fresh_scores:
             return
         for part in self._parts:
             if request.optim or part.last.num_state <= 0:
@@ -339,10 +339,9 @@ def fill_counter(table: Table, batches: Counts, merge: bool, disk: FileSystem) -
 
 def _num_expected(part: _Chained, num_owned: list[int], rank: int) -> int:
     """Return about how many ids a rank will own at the end of a chain, exactly for a full dump."""
-    last = part.last.entry
-    if len(part.stored) == 1 or last is None:
+    if len(part.stored) == 1:
         return num_owned[rank]
-    return sum(last.sizes) * num_owned[rank] // max(1, sum(num_owned))
+    return sum(part.last.entry.sizes) * num_owned[rank] // max(1, sum(num_owned))
 
 
 def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:
