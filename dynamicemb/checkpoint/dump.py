@@ -280,7 +280,7 @@ def _write_in_background(dump: _Dump) -> DumpHandle:
 def _restore_marks(tables: list[Table], marks: list[Mark], before: list[Mark | None]) -> None:
     """Give tables the marks that they had, unless a load has changed them since."""
     for table, mark, old in zip(tables, marks, before, strict=True):
-        with table.group.lock:
+        with table.group.turn():
             if table.group.marks.get(table.index) is not mark:
                 continue
             del table.group.marks[table.index]

@@ -217,6 +217,16 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
+    @classmethod
+    def foreign(cls) -> "Manifest":
+        """Return what stands for the manifest of a dump of another program, which has none."""
+        return cls("", FULL, "", [], 0, 0, {})
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote the dump, without a manifest."""
+        return not self.dump_id
+
     def expected_files(self) -> dict[str, int]:
         """Return the path of every file and its size; -1 where only the file's entry knows."""
         sizes = {}

@@ -123,49 +123,164 @@ def load_tables(
     request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem = DISK
 ) -> dict[str, dict[str, TableReport]]:
     """Load tables, in the same order on all ranks."""
-    if not any(ranks.gather(bool(tables))):
+    load = _Load(request, tables, ranks, disk)
+    if not load.agree():
         return {}
-    ranks.each(lambda: settle_at(request.paths, disk))
-    dumps = ranks.each(lambda: _open(request, tables, ranks, disk))
-    stored = ranks.each(lambda: [[dump.stored(table, disk) for dump in dumps] for table in tables])
-    ranks.each(lambda: _check(request, tables, stored, ranks))
-    parts = ranks.together(lambda: _verify(tables, stored, ranks, disk))
-    verified = Verified.joined(parts)
-    ranks.each(lambda: warn_of_outstanding(tables))
-    now = max(ranks.together(lambda: max(table.group.now() for table in tables)))
-    for table in tables:
-        # All ranks agree on who is too old.
-        adopt_clock(table.group, now)
-    conversion = Conversion(now, request.optim, request.fresh_scores, verified.newest)
-    try:
-        reports = ranks.together(lambda: _import(request, tables, stored, verified, conversion, ranks, disk))
-        last = [parts[-1] for parts in stored]
-        ranks.each(lambda: adopt_settings(tables, last, request.optim, request.merge, request.fresh_scores))
-    except BaseException:
-        for table in tables:
-            clear(table.group, table.index)
-        raise
-    _mark(request, tables, stored, dumps[-1], now)
-    return report_of(tables, reports, ranks)
+    load.look()
+    load.verify()
+    return report_of(tables, load.fill(), ranks)
 
 
-def _verify(tables: list[Table], stored: list[list[Stored]], ranks: Ranks, disk: FileSystem) -> Verified:
-    """Check this rank's share of the files, with a bar where somebody watches rank 0."""
-    total = sum(bytes_to_verify(table, p, ranks) for table, parts in zip(tables, stored, strict=True) for p in parts)
-    disable = None if ranks.rank == 0 else True
-    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=disable) as progress:
-        return verify(tables, stored, ranks, WatchedDisk(disk, progress.update))
+@dataclass(frozen=True)
+class _Chained:
+    """A table, and what each dump of the chain has of it."""
+
+    table: Table
+    stored: list[Stored]
+
+    @property
+    def last(self) -> Stored:
+        """What the last dump has of it."""
+        return self.stored[-1]
 
 
-def _mark(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], last: OpenedDump, now: int) -> None:
-    """Let increments continue the dump where the tables now agree with it."""
-    if last.manifest is None or request.merge or request.fresh_scores:
-        return
-    for table, parts in zip(tables, stored, strict=True):
-        if request.optim or parts[-1].num_state <= 0:
-            first_step = next_change(table.group.steps)
-            mark = Mark(last.manifest.dump_id, first_step, now - last.manifest.clock)
-            table.group.marks[table.index] = mark
+class _Load:
+    """A load in four phases; each is one exchange of the ranks, after which all know whether one has failed.
+
+    Until ``fill`` the tables are as they were.
+    """
+
+    _dumps: list[OpenedDump]
+    _parts: list[_Chained]
+    _verified: Verified
+    _now: int
+
+    def __init__(self, request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem) -> None:
+        """Prepare to load ``tables``."""
+        self._request, self._tables, self._ranks, self._disk = request, tables, ranks, disk
+
+    def agree(self) -> bool:
+        """Wait for a dump that this process still writes, and compare what the ranks want; returns whether it is any.
+
+        Raises:
+            DynamicEmbError: the ranks want different things.
+        """
+        request, tables = self._request, self._tables
+
+        def wanted() -> tuple[Any, LoadRequest]:
+            settle_at(request.paths, self._disk)
+            return describe(tables), request
+
+        answers = self._ranks.together(wanted)
+        if not any(described for described, _ in answers):
+            return False
+        for kind, descriptions in zip(("tables", "options"), zip(*answers), strict=True):
+            if any(description != descriptions[0] for description in descriptions):
+                raise DynamicEmbError(f"the ranks disagree about the {kind} to load: {list(descriptions)}")
+        return True
+
+    def look(self) -> None:
+        """Open the dumps, and compare what they say of the tables with the tables."""
+        self._ranks.each(self._look)
+
+    def _look(self) -> None:
+        request, ranks, disk = self._request, self._ranks, self._disk
+        self._dumps = _open(request, self._tables, ranks, disk)
+        self._parts = [_Chained(table, [dump.stored(table, disk) for dump in self._dumps]) for table in self._tables]
+        for part in self._parts:
+            check_routing_known(part.table, ranks.world_size)
+            for stored in part.stored:
+                check_compatible(part.table, stored, request.optim, request.fresh_scores, ranks.rank == 0)
+        if request.counter and ranks.rank == 0:
+            _warn_of_missing_counts(self._parts)
+
+    def verify(self) -> None:
+        """Read all files once, each rank its share, and agree on the time of the load."""
+        answers = self._ranks.together(self._verify)
+        self._verified = Verified.joined([verified for verified, _ in answers])
+        self._now = max(now for _, now in answers)
+
+    def _verify(self) -> tuple[Verified, int]:
+        tables, stored = self._tables, [part.stored for part in self._parts]
+        total = sum(bytes_to_verify(part.table, s, self._ranks) for part in self._parts for s in part.stored)
+        with self._progress(total, "verify", "B", unit_scale=True) as progress:
+            verified = verify(tables, stored, self._ranks, WatchedDisk(self._disk, progress.update))
+        warn_of_outstanding(tables)
+        return verified, max(table.group.now() for table in tables)
+
+    def fill(self) -> list[list[TableReport]]:
+        """Fill the tables; returns what became of each, rank by rank. If a rank fails, all tables are empty."""
+        request = self._request
+        for table in self._tables:
+            # All ranks agree on who is too old.
+            adopt_clock(table.group, self._now)
+        try:
+            reports = self._ranks.together(self._import)
+            last = [part.last for part in self._parts]
+            self._ranks.each(
+                lambda: adopt_settings(self._tables, last, request.optim, request.merge, request.fresh_scores)
+            )
+        except BaseException:
+            for table in self._tables:
+                clear(table.group, table.index)
+            raise
+        self._mark()
+        return reports
+
+    def _import(self) -> list[TableReport]:
+        """Fill this rank's part of the tables."""
+        rank = self._ranks.rank
+        owned = [of_ranks[rank] for of_ranks in self._verified.num_owned]
+        with self._progress(sum(owned), "load", " rows") as progress:
+            return [self._import_table(t, part, progress) for t, part in enumerate(self._parts)]
+
+    def _import_table(self, t: int, part: _Chained, progress: Any) -> TableReport:
+        request, ranks, disk, table = self._request, self._ranks, self._disk, part.table
+        conversion = Conversion(self._now, request.optim, request.fresh_scores, self._verified.newest)
+        expected = _num_expected(part, self._verified.num_owned[t], ranks.rank)
+        num_rows = 0
+        initial = initial_state(table, part.last, request.optim)
+        with RowImport(table.group, table.index, request.merge, expected, initial) as importer:
+            # Newest first: an id is what the last increment says that names it.
+            superseded = np.empty(0, np.int64)
+            for stored in reversed(part.stored):
+                newer = [superseded]
+                rows = rows_of_rank(table, stored, conversion.of(table, stored, part.last), ranks, disk)
+                with ReadAhead(rows) as batches:
+                    for batch in batches:
+                        if stored is not part.stored[0]:
+                            newer.append(batch.ids.numpy())
+                        batch = batch.without(superseded)
+                        importer.add(*batch.on(table.group.device))
+                        num_rows += batch.ids.numel()
+                        progress.update(batch.ids.numel())
+                newer += tombstones_of_rank(table, stored, ranks, disk)
+                superseded = np.unique(np.concatenate(newer))
+        lost = self._import_counts(part)
+        return TableReport(num_rows, importer.num_lost, importer.num_repeated, importer.num_expired, lost)
+
+    def _import_counts(self, part: _Chained) -> int:
+        """Fill this rank's admission counter of a table, behind its rows; returns how many ids found no place."""
+        if not self._request.counter or not part.table.has_counter or part.last.num_counts is None:
+            return 0
+        counts = counts_of_rank(part.table, part.last, self._ranks, self._disk)
+        return fill_counter(part.table, counts, self._request.merge, self._disk)
+
+    def _mark(self) -> None:
+        """Let increments continue the dump where the tables now agree with it."""
+        request, last = self._request, self._dumps[-1]
+        if last.manifest.is_foreign or request.merge or request.fresh_scores:
+            return
+        for part in self._parts:
+            if request.optim or part.last.num_state <= 0:
+                group = part.table.group
+                mark = Mark(last.manifest.dump_id, next_change(group.steps), self._now - last.manifest.clock)
+                group.marks[part.table.index] = mark
+
+    def _progress(self, total: int, description: str, unit: str, **more: Any) -> Any:
+        """Return a bar, which is shown where somebody watches rank 0."""
+        disable = None if self._ranks.rank == 0 else True
+        return tqdm(total=total, desc=description, unit=unit, disable=disable, **more)
 
 
 def _open(request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem) -> list[OpenedDump]:
@@ -181,18 +296,6 @@ def _open(request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSys
                 f"dump {dumps[-1].path!r} also holds {[inside(*o) for o in others]}, which the model does not have",
             )
     return dumps
-
-
-def _check(request: LoadRequest, tables: list[Table], stored: list[list[Stored]], ranks: Ranks) -> None:
-    for kind, descriptions in (("tables", ranks.gather(describe(tables))), ("options", ranks.gather(request))):
-        if any(description != descriptions[0] for description in descriptions):
-            raise DynamicEmbError(f"the ranks disagree about the {kind} to load: {descriptions}")
-    for table, parts in zip(tables, stored, strict=True):
-        check_routing_known(table, ranks.world_size)
-        for part in parts:
-            check_compatible(table, part, request.optim, request.fresh_scores, ranks.rank == 0)
-    if request.counter and ranks.rank == 0:
-        _warn_of_missing_counts(tables, stored)
 
 
 def warn_of_outstanding(tables: list[Table]) -> None:
@@ -212,60 +315,15 @@ def warn_of_outstanding(tables: list[Table]) -> None:
         )
 
 
-def _warn_of_missing_counts(tables: list[Table], stored: list[list[Stored]]) -> None:
-    counted = [(table, parts[-1]) for table, parts in zip(tables, stored, strict=True) if table.has_counter]
+def _warn_of_missing_counts(parts: list[_Chained]) -> None:
+    counted = [part for part in parts if part.table.has_counter]
     if not counted:
         warn("counter=True has no effect: no table has an admission counter")
-    for table, part in counted:
-        if part.num_counts is None:
+    for part in counted:
+        if part.last.num_counts is None:
             warn(
-                f"table {table}: the dump has no admission counts; write it with counter=True",
+                f"table {part.table}: the dump has no admission counts; write it with counter=True",
             )
-
-
-def _import(
-    request: LoadRequest,
-    tables: list[Table],
-    stored: list[list[Stored]],
-    verified: Verified,
-    conversion: Conversion,
-    ranks: Ranks,
-    disk: FileSystem,
-) -> list[TableReport]:
-    """Fill this rank's part of the tables."""
-    reports = []
-    total = sum(verified.num_owned[t][ranks.rank] for t in range(len(tables)))
-    with tqdm(total=total, desc="load", unit=" rows", disable=None if ranks.rank == 0 else True) as progress:
-        for t, (table, parts) in enumerate(zip(tables, stored, strict=True)):
-            num_rows = 0
-            expected = _num_expected(parts, verified.num_owned[t], ranks.rank)
-            initial = initial_state(table, parts[-1], request.optim)
-            with RowImport(table.group, table.index, request.merge, expected, initial) as importer:
-                # Newest first: an id is what the last increment says that names it.
-                superseded = np.empty(0, np.int64)
-                for part in reversed(parts):
-                    newer = [superseded]
-                    rows = rows_of_rank(table, part, conversion.of(table, part, parts[-1]), ranks, disk)
-                    with ReadAhead(rows) as batches:
-                        for batch in batches:
-                            if part is not parts[0]:
-                                newer.append(batch.ids.numpy())
-                            batch = batch.without(superseded)
-                            importer.add(*batch.on(table.group.device))
-                            num_rows += batch.ids.numel()
-                            progress.update(batch.ids.numel())
-                    newer += tombstones_of_rank(table, part, ranks, disk)
-                    superseded = np.unique(np.concatenate(newer))
-            lost = _import_counts(request, table, parts[-1], ranks, disk)
-            reports.append(TableReport(num_rows, importer.num_lost, importer.num_repeated, importer.num_expired, lost))
-    return reports
-
-
-def _import_counts(request: LoadRequest, table: Table, last: Stored, ranks: Ranks, disk: FileSystem) -> int:
-    """Fill this rank's admission counter of a table, behind its rows; returns how many ids found no place."""
-    if not request.counter or not table.has_counter or last.num_counts is None:
-        return 0
-    return fill_counter(table, counts_of_rank(table, last, ranks, disk), request.merge, disk)
 
 
 def fill_counter(table: Table, batches: Counts, merge: bool, disk: FileSystem) -> int:
@@ -279,12 +337,11 @@ def fill_counter(table: Table, batches: Counts, merge: bool, disk: FileSystem) -
     return importer.num_lost
 
 
-def _num_expected(parts: list[Stored], num_owned: list[int], rank: int) -> int:
+def _num_expected(part: _Chained, num_owned: list[int], rank: int) -> int:
     """Return about how many ids a rank will own at the end of a chain, exactly for a full dump."""
-    last = parts[-1].entry
-    if len(parts) == 1 or last is None:
+    if len(part.stored) == 1:
         return num_owned[rank]
-    return sum(last.sizes) * num_owned[rank] // max(1, sum(num_owned))
+    return sum(part.last.entry.sizes) * num_owned[rank] // max(1, sum(num_owned))
 
 
 def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:

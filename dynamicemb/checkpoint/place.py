@@ -80,7 +80,7 @@ class Target:
         if present:
             self._files_to_remove(self.path)
             if MANIFEST in present and not self._is_dump(self.path):
-                raise FileExistsError(_foreign(self.path, MANIFEST))
+                raise FileExistsError(_not_ours(self.path, MANIFEST))
         self._remove(self.writing)
         self._disk.make_folder(self.writing)
         for folder in folders:
@@ -179,7 +179,7 @@ class Target:
                 files.append(path)
                 foreign = [] if is_ours(name) else [name]
             if foreign:
-                raise FileExistsError(_foreign(folder, foreign[0]))
+                raise FileExistsError(_not_ours(folder, foreign[0]))
         return files, folders
 
     def _remove(self, folder: str) -> None:
@@ -193,5 +193,5 @@ class Target:
         self._disk.remove_folder(folder)
 
 
-def _foreign(folder: str, name: str) -> str:
+def _not_ours(folder: str, name: str) -> str:
     return f"{folder!r} holds {name!r}, which is no part of a dump and would be lost; move it away, or dump elsewhere"

@@ -201,7 +201,7 @@ def _warn_about_unknown(thresholds: Mapping[str, Mapping[str, int]], collections
 def rows_since(table: Table, threshold: int) -> tuple[Rows, int]:
     """Return ``(ids i64[M], weights [M, D])`` of a table with at least this score, and the next threshold."""
     group = table.group
-    with group.lock:
+    with group.turn():
         # Before the scan: nothing touched later is missed by the next one.
         following = table.module.get_score()[table.name]
         slots = group.scan(table.index, threshold)

@@ -99,13 +99,13 @@ class InsertChecks:
         if self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._warn_of_graph()
             return
-        self._group.counter_reader.send()
+        self._group.tally_reader.send()
         self._warn()
 
     def _warn(self) -> None:
         if not self._warning:
             return
-        counts = self._group.counter_reader.latest()
+        counts = self._group.tally_reader.latest()
         for t in self._warning:
             failed = counts[t][FAILED]
             new = failed - self._warned[t]

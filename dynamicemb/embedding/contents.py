@@ -42,7 +42,7 @@ class TableContents:
         ids = check_ids(ids, self._group.device, "ids")
         check_rows(rows, ids.numel(), self.dims[table], self._group.device)
         self._check_scores([table])
-        with self._group.lock:
+        with self._group.turn():
             self.insert_checks.before_import(table, ids)
             inserted = self._group.assign(table, ids, rows.detach())
             self.insert_checks.after_insert()
@@ -82,7 +82,7 @@ class TableContents:
             raise TypeError(f"batch_size must be an int, got {batch_size!r}; use for example 65536")
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}; use for example 65536")
-        with self._group.lock:
+        with self._group.turn():
             slots = self._group.scan(table)
             ids = self._group.index.keys[slots].to(device)
             weights = torch.empty(slots.numel(), self.dims[table], dtype=torch.float32, device=device)
@@ -103,7 +103,7 @@ class TableContents:
         """
         table = self._group.number_of(table_name)
         group = self._group
-        with group.lock:
+        with group.turn():
             slots = group.scan(table)
             columns = torch.stack(group.scores(table, slots), 1).to(device)
             ids = group.index.keys[slots].to(device)

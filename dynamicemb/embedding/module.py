@@ -11,6 +11,7 @@ from torch import nn
 from dynamicemb.aliases import also_named
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions
 from dynamicemb.embedding.admission import refuse_capture
+from dynamicemb.embedding.autograd import LookupFunction
 from dynamicemb.embedding.averaging import never_averaged
 from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.construct import (
@@ -27,20 +28,18 @@ from dynamicemb.embedding.construct import (
 from dynamicemb.embedding.contents import TableContents
 from dynamicemb.embedding.freezing import frozen_among, holders_alone
 from dynamicemb.embedding.inputs import Batch, check_batch, check_effects
-from dynamicemb.embedding.lookup import LookupFunction, Reading, TrainingStep, find_and_read_rows, read_rows
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
 from dynamicemb.embedding.reference_calls import ReferenceCalls
 from dynamicemb.embedding.reports import TableReports
 from dynamicemb.embedding.scores import TableScores
+from dynamicemb.embedding.step import Reading, decide, place, place_and_read, place_evaluation, read
 from dynamicemb.embedding.unknown_arguments import warn_about_unknown
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.growing.plan import InsertPlan
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup
-from dynamicemb.table.results import OpenBatch
 from dynamicemb.types import Default
 
 
@@ -289,7 +288,7 @@ class BatchedDynamicEmbeddingTablesV2(TableScores, ReferenceCalls, TableReports,
         self._check_arguments(batch)
         if not self.training:
             return []
-        with self._group.lock:
+        with self._group.turn():
             return self.insert_checks.plan(batch.ids, layout.table_ranges(batch.offsets), batch.frequencies)
 
     def _checked(
@@ -334,45 +333,35 @@ class BatchedDynamicEmbeddingTablesV2(TableScores, ReferenceCalls, TableReports,
             self._check_scores(range(len(self.dims)))
 
     def _evaluate(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
-        group, weights = self._group, batch.per_sample_weights
-        with group.lock:
+        group, weights, reading = self._group, batch.per_sample_weights, self._eval_reading
+        with group.turn():
             if self.pooling_mode is DynamicEmbPoolingMode.NONE and not group.index.expires:
-                return find_and_read_rows(group, batch.ids, batch.offsets, layout, self._eval_reading)
-            opened = group.open_batch(batch.offsets, layout, batch.ids.numel())
-            with phase("find"):
-                rows = group.find(batch.ids, opened.table_ranges)
-            lookup = _lookup(batch, layout, opened, rows)
+                return place_and_read(group, batch, layout, reading)
+            placed = place_evaluation(group, batch, layout)
             if weights is None or not (weights.requires_grad and torch.is_grad_enabled()):
-                return read_rows(group, lookup, self._eval_reading)
+                return read(group, placed, reading)
             # The rows stay as they are, but the pooling weights still want their gradient.
-            return LookupFunction.apply(self._empty_tensor.detach(), weights, group, lookup, None, self._eval_reading)
+            return LookupFunction.apply(self._empty_tensor.detach(), weights, group, placed, reading)
 
     def _lookup_and_insert(self, batch: Batch, layout: FeatureLayout) -> torch.Tensor:
         group = self._group
         refuse_capture(group)
-        with group.lock:
-            group.make_room(batch.ids, batch.offsets, layout)
-            self.insert_checks.before_insert(batch.ids, batch.offsets, layout, batch.frequencies)
-            step, opened = group.open_training_batch(batch.offsets, layout, batch.ids.numel())
+        with group.turn():
+            plan = decide(group, self.insert_checks, batch, layout, self)
             try:
-                with phase("find_or_insert"):
-                    rows, events = group.find_or_insert(
-                        batch.ids, opened.table_ranges, batch.frequencies, opened.scratch, admit_all=False
-                    )
+                placed = place(group, plan)
                 self.insert_checks.after_insert()
-                lookup = _lookup(batch, layout, opened, rows)
-                frozen = self.frozen_tables()
-                anchor = self._empty_tensor.detach() if len(frozen) == len(self.dims) else self._empty_tensor
-                training = TrainingStep(self, step, group.epoch, events.staged, frozen)
+                is_frozen = len(plan.training.frozen) == len(self.dims)
+                anchor = self._empty_tensor.detach() if is_frozen else self._empty_tensor
                 output: torch.Tensor = LookupFunction.apply(
-                    anchor, batch.per_sample_weights, group, lookup, training, self._training_reading
+                    anchor, batch.per_sample_weights, group, placed, self._training_reading
                 )
             except BaseException:
                 # The exception's traceback may live long, and with it the step.
-                step.finish()
+                plan.training.step.finish()
                 raise
         if not output.requires_grad:
-            step.finish()
+            plan.training.step.finish()
         return output
 
     # Settings
@@ -412,9 +401,3 @@ MODULE_ARGUMENTS = frozenset(inspect.signature(BatchedDynamicEmbeddingTablesV2._
     "self",
     "unknown",
 }
-
-
-def _lookup(batch: Batch, layout: FeatureLayout, opened: OpenBatch, rows: torch.Tensor) -> Lookup:
-    weights = batch.per_sample_weights
-    weights = None if weights is None else weights.detach().float().contiguous()
-    return Lookup(batch.ids, rows, opened.table_ranges, opened.offsets, layout, weights)

@@ -177,14 +177,14 @@ def _opened(path: str, disk: FileSystem) -> OneDump:
         raise NoDumpError(
             f"{path!r} is no dump, but holds {inner}; give one of them, or a full one and its increments in order"
         )
-    if dump.manifest is None and not dump.stored_table_names(disk):
+    if dump.manifest.is_foreign and not dump.stored_table_names(disk):
         raise NoDumpError(f"{path!r} is no dump: it has no {MANIFEST}, and no file bears a name of the format")
     return OneDump(dump, [str(warning.message) for warning in caught])
 
 
 def _dumps_inside(dump: OpenedDump, disk: FileSystem) -> list[str]:
     """Return the folders with manifests in a folder that has none."""
-    if dump.manifest is not None:
+    if not dump.manifest.is_foreign:
         return []
     found = sorted(name for name, is_folder in (disk.entries(dump.root) or {}).items() if is_folder)
     return [name for name in found if disk.size(join(dump.root, name, MANIFEST)) >= 0]

@@ -24,7 +24,7 @@ class OneDump:
     @property
     def number(self) -> int:
         """Its place in its chain."""
-        return 0 if self.opened.manifest is None else len(self.opened.manifest.chain)
+        return len(self.opened.manifest.chain)
 
 
 def dump_facts(dump: OneDump, tables: list[TableFacts]) -> DumpFacts:
@@ -32,7 +32,7 @@ def dump_facts(dump: OneDump, tables: list[TableFacts]) -> DumpFacts:
     manifest = dump.opened.manifest
     total = sum(sum(table.bytes.values()) for table in tables)
     world_sizes = {part.stored.world_size for part in dump.parts.values()}
-    if manifest is None:
+    if manifest.is_foreign:
         world_size = world_sizes.pop() if len(world_sizes) == 1 else None
         return DumpFacts(
             dump.opened.path, None, 0, None, [], None, None, world_size, None, None, total, dump.notes, tables
@@ -60,7 +60,8 @@ def table_facts(part: Part, disk: FileSystem) -> TableFacts:
     Raises:
         OSError: the disk failed.
     """
-    table, stored, entry, meta = part.table, part.stored, part.stored.entry, part.stored.meta
+    table, stored, meta = part.table, part.stored, part.stored.meta
+    entry = None if stored.is_foreign else stored.entry
     strategy_known = entry is not None or table.strategy is not None
     return TableFacts(
         folder=table.folder,
@@ -90,7 +91,7 @@ def table_facts(part: Part, disk: FileSystem) -> TableFacts:
 def _tombstones(stored: Stored) -> list[int] | None:
     """Return how many ids each rank says are gone, None of a full dump."""
     has_file = any(f"_{TOMBSTONES}." in path for path in stored.files)
-    return stored.entry.num_tombstones if has_file and stored.entry is not None else None
+    return stored.entry.num_tombstones if has_file else None
 
 
 def _sizes(table: DumpedTable, stored: Stored, disk: FileSystem) -> dict[str, int]:
@@ -99,7 +100,7 @@ def _sizes(table: DumpedTable, stored: Stored, disk: FileSystem) -> dict[str, in
     for item in ITEMS:
         paths = [stored.path(item, rank) for rank in range(stored.world_size)]
         known = [stored.files[path].size for path in paths if path in stored.files]
-        if stored.entry is None:
+        if stored.is_foreign:
             known = [size for size in map(disk.size, paths) if size >= 0]
         if known:
             sizes[item] = sum(known)

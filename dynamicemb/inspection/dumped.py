@@ -85,9 +85,9 @@ def dumped_table(dump: OpenedDump, folder: str, name: str, disk: FileSystem) -> 
     Raises:
         CheckpointCorruptError: the JSON file holds something else.
     """
-    if dump.manifest is not None:
+    if not dump.manifest.is_foreign:
         return _ours(folder, name, dump.manifest.collections[folder][name])
-    return _foreign(folder, name, join(dump.root, folder) if folder else dump.root, disk)
+    return _without_manifest(folder, name, join(dump.root, folder) if folder else dump.root, disk)
 
 
 def _ours(folder: str, name: str, entry: TableEntry) -> DumpedTable:
@@ -98,7 +98,7 @@ def _ours(folder: str, name: str, entry: TableEntry) -> DumpedTable:
     )
 
 
-def _foreign(folder: str, name: str, place: str, disk: FileSystem) -> DumpedTable:
+def _without_manifest(folder: str, name: str, place: str, disk: FileSystem) -> DumpedTable:
     """Tell from the JSON file and the sizes of files what the format does not say."""
     meta = read_json(join(place, meta_file(name)), disk)
     sizes = [

@@ -101,8 +101,9 @@ class _Scan:
 
 
 def _num_repeated(stored: Stored, ids: Ids, total: int) -> int:
-    entry = stored.entry
-    return num_repeated(ids, total) if entry is None else num_repeated_in_buckets(ids, entry.num_buckets)
+    if stored.is_foreign:
+        return num_repeated(ids, total)
+    return num_repeated_in_buckets(ids, stored.entry.num_buckets)
 
 
 def num_repeated(ids: Ids, total: int) -> int:
@@ -145,7 +146,7 @@ def num_repeated_in_buckets(ids: Ids, num_buckets: list[int]) -> int:
 def _num_strays(stored: Stored, ids: Iterator[tuple[int, np.ndarray]]) -> int | None:
     """Return how many ids are in the files of a rank that does not own them; None without a manifest."""
     entry = stored.entry
-    if entry is None:
+    if stored.is_foreign:
         return None
     if stored.world_size == 1:
         return 0

@@ -67,7 +67,7 @@ def look_up(
 
 def _rows(ids: list[int], stored: Stored, disk: FileSystem) -> dict[int, tuple[int, int, int]]:
     """Return rank, position and number of rows, by id."""
-    if stored.entry is None:
+    if stored.is_foreign:
         return _scan(ids, stored, KEYS, stored.counts, disk)
     found = {}
     for i in ids:
@@ -81,7 +81,6 @@ def _rows(ids: list[int], stored: Stored, disk: FileSystem) -> dict[int, tuple[i
 def _owner(key: int, stored: Stored) -> int:
     """Return the rank in whose files an id of one of our dumps is."""
     entry = stored.entry
-    assert entry is not None
     if stored.world_size == 1:
         return 0
     return int(owner_of(torch.tensor([key]), stored.world_size, entry.dist_type, entry.num_embeddings)[0])
@@ -89,9 +88,7 @@ def _owner(key: int, stored: Stored) -> int:
 
 def _position(key: int, rank: int, stored: Stored, disk: FileSystem) -> int:
     """Return the place of an id in a file in the order of buckets, -1 if it is not there."""
-    entry = stored.entry
-    assert entry is not None
-    num_buckets = max(1, entry.num_buckets[rank])
+    num_buckets = max(1, stored.entry.num_buckets[rank])
 
     def buckets(ids: np.ndarray) -> np.ndarray:
         return locate(ids, num_buckets, 1)[0]

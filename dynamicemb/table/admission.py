@@ -111,7 +111,7 @@ def create_counter(num_buckets: Sequence[int], bucket_capacity: int, device: tor
 
 
 def describe_counter(counts: list[int]) -> dict[str, float]:
-    """Return the statistics of one table's counter by name, from its counters."""
+    """Return the statistics of one table's counter by name, from its tallies."""
     return {
         "counter_size": size_of(counts),
         "counter_evicted": counts[EVICTED],

@@ -8,10 +8,10 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.admission import Newcomers
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowStore
 
@@ -69,7 +69,7 @@ class Kernels(Protocol):
     ) -> Tensor: ...
     @staticmethod
     def update(
-        store: RowStore, spec: OptimizerSpec, lookup: Lookup, grad: Tensor, clock: Tensor, learning_rate: Tensor,
+        store: RowStore, spec: OptimizerSpec, gradients: Gradients, clock: Tensor, learning_rate: Tensor,
         table_keys: Tensor | None = None,
     ) -> None: ...  # fmt: skip
 

@@ -1,6 +1,5 @@
 """What is in the tables of a group: sizes, rows, scores; imports and erasures outside of lookups."""
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from dynamicemb.table.results import InsertEvents
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
 from dynamicemb.table.steps import Step, StepTracker
+from dynamicemb.table.turns import Turns
 
 # Erased slots lengthen probes; a table is rebuilt when they exceed this share.
 _REBUILD_SHARE = 4
@@ -62,7 +62,7 @@ class GroupContents:
     admission: Admission | None
     steps: StepTracker
     epoch: int
-    lock: threading.RLock
+    turn: Turns
     _newcomers: Newcomers
 
     # What the group itself provides
@@ -135,13 +135,13 @@ class GroupContents:
 
     def contains(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Return bool ``[N]``: which ids the table holds."""
-        with self.lock:
+        with self.turn():
             self.observe_time()
             return self.find(ids, self.ranges_of(table, ids.numel())) >= 0
 
     def erase(self, table: int, ids: torch.Tensor) -> int:
         """Remove ids of a table; returns how many were there. They start fresh when they return."""
-        with self.lock:
+        with self.turn():
             self.observe_time()
             erased = self.kernels.erase(self.index, ids, self.ranges_of(table, ids.numel()))
             count = int(erased.sum())
@@ -154,13 +154,13 @@ class GroupContents:
         """Give the places of ids that have expired free; returns how many there were."""
         if not self.index.expires:
             return 0
-        with self.lock:
+        with self.turn():
             self.observe_time()
             # No score is lower: every occupied slot.
             slots = self.kernels.scan(self.index, table, 0)
             gone = slots[self.index.expired(table, slots)]
             self.index.digests[gone] = DIGEST_ERASED
-            self.index.counters[table, EXPIRED] += gone.numel()
+            self.index.tallies[table, EXPIRED] += gone.numel()
             self._erased(table, gone.numel())
         return gone.numel()
 
@@ -183,7 +183,7 @@ class GroupContents:
         Returns:
             bool ``[N]``: False where the bucket was full of protected ids.
         """
-        with self.lock:
+        with self.turn():
             if self.growth is not None:
                 self.make_room_for(ids, lambda: self.ranges_of(table, ids.numel()))
             rows = self.insert_without_growing(table, ids)
@@ -195,7 +195,7 @@ class GroupContents:
     def insert_without_growing(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Touch or insert ids i64 ``[N]`` of a table outside of a lookup; return their rows i32 ``[N]``.
 
-        New ids are admitted, and start as in a lookup. The caller holds ``lock``.
+        New ids are admitted, and start as in a lookup. The caller has the turn.
         """
         step = self.begin_step(training=False)
         # STEP does not count an import, but a threshold asked for before must find it: it has the next number.
@@ -224,7 +224,7 @@ class GroupContents:
     def set_score(self, table: int, value: int) -> None:
         """Set the score that touches leave from now on (CUSTOMIZED)."""
         assert self.options.strategies[table] == SCORE_CUSTOMIZED and 0 < value <= MAX_SCORE
-        with self.lock:
+        with self.turn():
             self.index.score_values[table] = value
 
     def get_score(self, table: int) -> int:
@@ -242,7 +242,7 @@ class GroupContents:
 
     def now(self) -> int:
         """Return Unix nanoseconds, later than any step so far and not later than any step to come."""
-        with self.lock:
+        with self.turn():
             now = max(int(self.index.clock[SEEN]) + 1, time.time_ns())
             # The system's clock may be set back; the next step is at ``now`` or later all the same.
             self.index.clock[[NOW, SEEN]] = now - 1

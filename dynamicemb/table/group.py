@@ -1,9 +1,8 @@
 """The tables of one module, fused in one index: find, insert, erase, export, statistics."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,20 +11,22 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.admission import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.contents import GroupContents, GroupOptions
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.growing.crowding import roomy_factor
-from dynamicemb.table.growing.growth import Growth, GrowthLimits, grow_by, make_room
+from dynamicemb.table.growing.growth import Growable, Growth, GrowthLimits, grow_by, make_room
 from dynamicemb.table.growing.plan import InsertPlan, plan_inserts, taken_slots
 from dynamicemb.table.index import DROPPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup, without_tables
+from dynamicemb.table.lookup import Lookup, rows_without
 from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import COUNT_NONE
-from dynamicemb.table.stats import CounterReader, bucket_loads, describe, size_of
+from dynamicemb.table.stats import TallyReader, bucket_loads, describe, size_of
 from dynamicemb.table.steps import Step, StepTracker
 from dynamicemb.table.touched import Mark
+from dynamicemb.table.turns import Turns
 
 
 class TableGroup(GroupContents):
@@ -88,16 +89,15 @@ class TableGroup(GroupContents):
             options.score_function,
             options.ttls,
         )
-        self.counter_reader = CounterReader(self.index)
-        self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.counter_reader)
+        self.tally_reader = TallyReader(self.index)
+        self.growth = None if growth is None else Growth(names, growth, options.bucket_capacity, self.tally_reader)
         self.admission = admission
         self.admission_reader = self._read_counter()
         self.steps = StepTracker(options.protect_steps, len(names))
         # Counts events that take rows away from ids outside of a step: a backward that began before must look again.
         self.epoch = 0
-        # A lookup is several kernels: held from the first to the last, so that no other thread sees an id whose row is
-        # not written yet, or takes a row between a check and an update.
-        self.lock = threading.RLock()
+        # Whoever touches the tables has the turn.
+        self.turn = Turns(device)
         # On the device, so that a captured step sees it change.
         self.learning_rate = torch.zeros(1, dtype=torch.float32, device=device)
         state_values = torch.full((len(names),), options.state_value, dtype=torch.float32, device=device)
@@ -106,21 +106,21 @@ class TableGroup(GroupContents):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"], state["lock"], state["counter_reader"], state["admission_reader"]
+        del state["kernels"], state["turn"], state["tally_reader"], state["admission_reader"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kernels = kernels_for(self.device)
-        self.lock = threading.RLock()
-        self.counter_reader = CounterReader(self.index, self.index.counters.tolist())
+        self.turn = Turns(self.device)
+        self.tally_reader = TallyReader(self.index, self.index.tallies.tolist())
         self.admission_reader = self._read_counter()
         if self.growth is not None:
-            self.growth.resume(self.counter_reader)
+            self.growth.resume(self.tally_reader)
 
-    def _read_counter(self) -> CounterReader | None:
+    def _read_counter(self) -> TallyReader | None:
         counter = None if self.admission is None else self.admission.counter
-        return None if counter is None else CounterReader(counter, counter.counters.tolist())
+        return None if counter is None else TallyReader(counter, counter.tallies.tolist())
 
     # Steps
 
@@ -130,17 +130,21 @@ class TableGroup(GroupContents):
         Args:
             training: whether it is a training forward, which STEP scores count.
         """
-        step = self._next_step()
-        self.kernels.advance(self.index, self.steps.lag(), training)
+        step, lag = self.next_step()
+        self.kernels.advance(self.index, lag, training)
         return step
 
-    def _next_step(self) -> Step:
+    def next_step(self) -> tuple[Step, int]:
+        """Give the next step its number; returns how many steps before it the oldest protected one is.
+
+        Launches nothing, but for a rebase every 2^30 steps. The clock advances when a kernel gets the lag.
+        """
         shift = self.steps.rebase()
         if shift:
             self.kernels.rebase(self.index, shift)
             if self.admission is not None and self.admission.counter is not None:
                 self.kernels.rebase(self.admission.counter, shift)
-        return self.steps.begin()
+        return self.steps.begin(), self.steps.lag()
 
     # Growth
 
@@ -159,25 +163,37 @@ class TableGroup(GroupContents):
             parts = [slice(bounds[t], bounds[t + 1]) for t in tables]
             return [torch.unique(ids[part][missing[part]]) for part in parts]
 
+        make_room(self._growable(), ids.numel(), new)
+
+    def grow(self, table: int, factor: int) -> None:
+        """Multiply the rows of a table by ``factor``, a power of two, as far as memory suffices."""
+        grow_by(self._growable(), table, factor)
+
+    def _growable(self) -> Growable:
         assert self.growth is not None
-        make_room(self.growth, self.index, self.store, self.kernels, self.capacities, self.steps, ids.numel(), new)
+        return cast(Growable, self)
 
     # Lookups
 
-    def open_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> OpenBatch:
-        """Begin an evaluation: find the occurrences of each table."""
-        self.observe_time()
-        return self.kernels.open_batch(self.index, offsets, layout, num_ids)
+    def open_batch(
+        self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int, lag: int | None = None
+    ) -> OpenBatch:
+        """Begin a lookup: find the occurrences of each table.
+
+        Args:
+            offsets: i64 ``[F*B+1]``.
+            layout: tables and columns of the features.
+            num_ids: N.
+            lag: of a training forward, as ``next_step`` returns it: its step begins. None is an evaluation.
+        """
+        if lag is None:
+            self.observe_time()
+        return self.kernels.open_batch(self.index, offsets, layout, num_ids, lag)
 
     def observe_time(self) -> None:
         """Let ids expire by the present time, not only by that of the last step. Host sync: none."""
         if self.index.expires:
             self.kernels.observe_time(self.index, self.steps.next_lag())
-
-    def open_training_batch(self, offsets: torch.Tensor, layout: FeatureLayout, num_ids: int) -> tuple[Step, OpenBatch]:
-        """Begin a training forward: ``open_batch`` and ``begin_step`` in one."""
-        step = self._next_step()
-        return step, self.kernels.open_batch(self.index, offsets, layout, num_ids, self.steps.lag())
 
     @property
     def counts_occurrences(self) -> bool:
@@ -258,8 +274,7 @@ class TableGroup(GroupContents):
         taken = taken_slots(self.index, self.steps.next_lag(), rows[rows >= 0])
         factor = roomy_factor(self.index, table, missing, taken, 1, most)
         if factor is not None:
-            args = (growth, self.index, self.store, self.kernels)
-            self.capacities[table] *= grow_by(*args, table, capacity, factor)
+            self.grow(table, factor)
 
     def plan_import(self, table: int, ids: torch.Tensor) -> InsertPlan:
         """Do what ``plan_inserts`` does, for ids of one table."""
@@ -275,25 +290,24 @@ class TableGroup(GroupContents):
         found = self.find(lookup.ids, lookup.table_ranges)
         present = replace(lookup, rows=torch.where(found == lookup.rows, lookup.rows, -1))
         replaced = self.steps.replaced_since(step)
-        return without_tables(present, replaced) if replaced else present
+        return replace(present, rows=rows_without(present.rows, lookup.table_ranges, replaced)) if replaced else present
 
     def count_dropped(self, lookup: Lookup, present: Lookup) -> None:
         """Count the occurrences of a lookup that have no row in ``present``, which ``still_owned`` returned for it."""
         gone = (lookup.rows >= 0) & (present.rows < 0)
         tables = torch.searchsorted(lookup.table_ranges, gone.nonzero().flatten(), right=True) - 1
-        self.index.counters[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
+        self.index.tallies[:, DROPPED] += torch.bincount(tables, minlength=len(self.names))
 
-    def update(self, spec: OptimizerSpec, lookup: Lookup, grad: torch.Tensor) -> None:
-        """Apply one optimizer step to the rows of a lookup.
+    def update(self, spec: OptimizerSpec, gradients: Gradients) -> None:
+        """Sum gradients by row and apply one optimizer step to each row.
 
         Args:
             spec: the optimizer; its learning rate is that of ``self.learning_rate``.
-            lookup: occurrences whose rows still belong to their ids, or are -1.
-            grad: gradient of the lookup's output.
+            gradients: of occurrences whose rows still belong to their ids, or are -1.
         """
         clock = self.index.clock
         keys = self.initializers.keys
-        self.kernels.update(self.store, spec, lookup, grad, clock, self.learning_rate, keys)
+        self.kernels.update(self.store, spec, gradients, clock, self.learning_rate, keys)
 
     # Reports
 
@@ -305,13 +319,13 @@ class TableGroup(GroupContents):
         """
         if not isinstance(wait, bool):
             raise TypeError(f"wait must be a bool, got {wait!r}; the statistics of one table are stats()['<table>']")
-        with self.lock:
+        with self.turn():
             if wait:
-                counts = self.counter_reader.wait()
+                counts = self.tally_reader.wait()
                 sizes = [self.size(t) for t in range(len(self.names))]
             else:
-                self.counter_reader.send()
-                counts = self.counter_reader.latest()
+                self.tally_reader.send()
+                counts = self.tally_reader.latest()
                 sizes = [size_of(of_table) for of_table in counts]
             described = [describe(*numbers) for numbers in zip(sizes, self.capacities, counts, strict=True)]
             if self.admission_reader is not None:
@@ -323,7 +337,7 @@ class TableGroup(GroupContents):
 
     def bucket_loads(self, table: int) -> torch.Tensor:
         """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]``; waits."""
-        with self.lock:
+        with self.turn():
             return bucket_loads(self.index, table)
 
     def memory_usage(self) -> dict[str, int]:

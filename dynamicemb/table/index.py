@@ -20,7 +20,7 @@ MOVED = 4  # not 0: entries have moved, and slot i of a table need no longer own
 SEEN = 5  # the latest time anybody asked for, at least NOW; what is expired is so by then
 CLOCK_SIZE = 6
 
-# Columns of ``Index.counters``.
+# Columns of ``Index.tallies``.
 HITS = 0
 MISSES = 1
 INSERTED = 2
@@ -31,8 +31,8 @@ DROPPED = 6  # gradients of ids that were gone by the time of backward
 CLAMPED = 7  # offsets and frequencies on a GPU that were out of range
 EXPIRED = 8  # ids that were forgotten because they were too old
 NON_ADMITTED = 9  # occurrences of ids that got no row because they were not admitted
-NUM_COUNTERS = 10
-COUNTER_NAMES = (
+NUM_TALLIES = 10
+TALLY_NAMES = (
     "hits", "misses", "inserted", "evicted", "failed", "erased", "dropped_gradients", "clamped_inputs", "expired",
     "non_admitted",
 )  # fmt: skip
@@ -79,7 +79,7 @@ class Index:
         strategies: i32 ``[T]``, SCORE_* of each table.
         ttls: i64 ``[T]``, nanoseconds without a touch after which an id is forgotten, or NEVER; ``[0]`` in a group in
             which no id is.
-        counters: i64 ``[T, NUM_COUNTERS]``.
+        tallies: i64 ``[T, NUM_TALLIES]``, what has happened to each table.
         bucket_capacity: slots of a bucket, a multiple of 16.
         strategy: the strategy of all tables, as ``common_strategy`` says, which the host knows without asking.
         score_function: what ranks instead of the score, as ``score_function.translate`` returned it; all tables are
@@ -100,7 +100,7 @@ class Index:
     score_values: torch.Tensor
     strategies: torch.Tensor
     ttls: torch.Tensor
-    counters: torch.Tensor
+    tallies: torch.Tensor
     bucket_capacity: int
     strategy: int
     score_function: str | None = None
@@ -160,7 +160,7 @@ class Index:
             score_values=zeros(len(num_buckets)),
             strategies=torch.tensor(strategies, dtype=torch.int32, device=device),
             ttls=torch.tensor(ttls, dtype=torch.int64, device=device),
-            counters=zeros(len(num_buckets), NUM_COUNTERS),
+            tallies=zeros(len(num_buckets), NUM_TALLIES),
             bucket_capacity=bucket_capacity,
             strategy=common_strategy(strategies),
             score_function=score_function,

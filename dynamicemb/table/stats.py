@@ -1,15 +1,15 @@
-"""Statistics of a group: counters read without waiting for the device, and how full the buckets are."""
+"""Statistics of a group: tallies read without waiting for the device, and how full the buckets are."""
 
 from typing import Any
 
 import torch
 
-from dynamicemb.table.index import COUNTER_NAMES, ERASED, EVICTED, EXPIRED, HITS, INSERTED, MISSES, Index
+from dynamicemb.table.index import ERASED, EVICTED, EXPIRED, HITS, INSERTED, MISSES, TALLY_NAMES, Index
 from dynamicemb.table.layout import FIRST_DIGEST
 
 
-class CounterReader:
-    """Brings the counters of an index to the host behind the work that changes them.
+class TallyReader:
+    """Brings the tallies of an index to the host behind the work that changes them.
 
     On a GPU a copy goes into pinned memory, with an event behind it; ``latest`` returns the last one that has arrived.
     Two copies are under way at most: while the first has not arrived, each new one replaces the second. So the last
@@ -17,18 +17,18 @@ class CounterReader:
     """
 
     def __init__(self, index: Index, values: list[list[int]] | None = None) -> None:
-        """Read the counters of ``index``; ``values`` are their present values, None is 0."""
+        """Read the tallies of ``index``; ``values`` are their present values, None is 0."""
         self._index = index
-        self._latest = values or [[0] * index.counters.shape[1] for _ in range(index.num_tables)]
-        self._on_host = index.counters.device.type == "cpu"
+        self._latest = values or [[0] * index.tallies.shape[1] for _ in range(index.num_tables)]
+        self._on_host = index.tallies.device.type == "cpu"
         self._pending: list[tuple[Any, torch.Tensor]] = []
         self._free: list[torch.Tensor] = []
 
     def send(self) -> None:
-        """Start a copy of the counters as they are after the work queued so far. Inside a graph capture: nothing."""
-        counters = self._index.counters
+        """Start a copy of the tallies as they are after the work queued so far. Inside a graph capture: nothing."""
+        tallies = self._index.tallies
         if self._on_host:
-            self._latest = counters.tolist()
+            self._latest = tallies.tolist()
             return
         if torch.cuda.is_current_stream_capturing():
             return
@@ -37,11 +37,11 @@ class CounterReader:
             _, buffer = self._pending.pop()
         else:
             buffer = self._free.pop() if self._free else self._new_buffer()
-        buffer.copy_(counters, non_blocking=True)
+        buffer.copy_(tallies, non_blocking=True)
         self._pending.append((self._mark(), buffer))
 
     def latest(self) -> list[list[int]]:
-        """Return the last values that arrived, per table in the order of ``COUNTER_NAMES``. Host sync: none."""
+        """Return the last values that arrived, per table in the order of ``TALLY_NAMES``. Host sync: none."""
         # An event may not be asked while a graph is captured.
         if self._pending and not torch.cuda.is_current_stream_capturing():
             self._collect()
@@ -53,7 +53,7 @@ class CounterReader:
             event.synchronize()
             self._free.append(buffer)
         self._pending.clear()
-        self._latest = self._index.counters.tolist()
+        self._latest = self._index.tallies.tolist()
         return self._latest
 
     def _collect(self) -> None:
@@ -63,22 +63,22 @@ class CounterReader:
             self._free.append(buffer)
 
     def _new_buffer(self) -> torch.Tensor:
-        return torch.empty(self._index.counters.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+        return torch.empty(self._index.tallies.shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _mark(self) -> Any:
         """Return an event behind the work queued so far."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._index.counters.device))
+        event.record(torch.cuda.current_stream(self._index.tallies.device))
         return event
 
 
 def size_of(counts: list[int]) -> int:
-    """Return how many places of a table are taken by its counters, those of ids that have expired since included."""
+    """Return how many places of a table are taken by its tallies, those of ids that have expired since included."""
     return counts[INSERTED] - counts[EVICTED] - counts[ERASED] - counts[EXPIRED]
 
 
 def occurrences_of(counts: list[int]) -> int:
-    """Return how many occurrences a table has looked up for training by its counters."""
+    """Return how many occurrences a table has looked up for training by its tallies."""
     return counts[HITS] + counts[MISSES]
 
 
@@ -88,7 +88,7 @@ def describe(size: int, capacity: int, counts: list[int]) -> dict[str, float]:
         "size": size,
         "capacity": capacity,
         "load": size / capacity,
-        **dict(zip(COUNTER_NAMES, counts, strict=True)),
+        **dict(zip(TALLY_NAMES, counts, strict=True)),
     }
 
 

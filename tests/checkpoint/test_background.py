@@ -368,9 +368,9 @@ def test_c21_tables_are_locked_while_they_are_dumped_and_not_while_their_copy_is
         got = []
 
         def take() -> None:
-            got.append(module.tables.lock.acquire(blocking=False))
+            got.append(module.tables.turn._lock.acquire(blocking=False))
             if got[0]:
-                module.tables.lock.release()
+                module.tables.turn._lock.release()
 
         thread = threading.Thread(target=take)
         thread.start()

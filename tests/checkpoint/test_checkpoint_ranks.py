@@ -399,3 +399,31 @@ def test_c21_a_rank_killed_during_a_dump_leaves_the_one_before(tmp_path: Path) -
         assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "other"]
     finally:
         pool.close()
+
+
+def count_exchanges(rank: int, world_size: int, path: str) -> tuple[int, int]:
+    """Return how often the ranks exchange something in a dump, and in a load."""
+    from dynamicemb import DynamicEmbDump, DynamicEmbLoad
+
+    model = make(case_for("roundrobin"), world_size)
+    exchange, number = dist.all_gather_object, 0
+
+    def counted(*args: Any, **more: Any) -> None:
+        nonlocal number
+        number += 1
+        exchange(*args, **more)
+
+    dist.all_gather_object = counted
+    try:
+        DynamicEmbDump(path, model, optim=True)
+        of_dump, number = number, 0
+        DynamicEmbLoad(path, model, optim=True)
+        return of_dump, number
+    finally:
+        dist.all_gather_object = exchange
+
+
+def test_a_load_exchanges_six_times(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+    """Each exchange waits for the slowest rank: find the tables, agree, look, verify, fill, adopt."""
+    found = ranks.run(2, count_exchanges, str(tmp_path / "dump"))
+    assert {of_load for _, of_load in found} == {6}

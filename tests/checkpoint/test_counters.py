@@ -15,7 +15,7 @@ from dynamicemb.checkpoint import load as load_path
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.table.layout import fmix64, locate
 from tests.embedding.test_admission_own import DictCounter
-from tests.support.admitting import admitting, counts_of, holds, module_on
+from tests.support.admitting import admitting, holds, lengths_of, module_on
 from tests.support.checkpoints import Records, load_quietly, records, without_scores
 from tests.support.lookups import EXTREME, batch, make_module, options
 from tests.support.ranks import RankPool, ranks  # noqa: F401
@@ -48,19 +48,19 @@ def test_c12_what_was_counted_goes_on_counting(backend: str, tmp_path: Path) -> 
     module.dump(tmp_path / "d", optim=True, counter=True)
     # 1 reached the threshold: it has a row, and is counted no more.
     expected = dict.fromkeys(set(EXTREME) - {1}, 1)
-    assert stored(tmp_path / "d") == expected == counts_of(module)
+    assert stored(tmp_path / "d") == expected == lengths_of(module)
     copy = make()
     step(copy, [7, 8], [9])
     report = copy.load(tmp_path / "d", optim=True, counter=True)
     assert report["a"].num_counts_lost == 0
-    assert (counts_of(copy, 0), counts_of(copy, 1)) == (counts_of(module, 0), counts_of(module, 1))
+    assert (lengths_of(copy, 0), lengths_of(copy, 1)) == (lengths_of(module, 0), lengths_of(module, 1))
     assert copy.stats()["a"]["counter_size"] == copy.stats(wait=False)["a"]["counter_size"] == len(expected)
     assert copy.stats()["a"]["misses"] == 2
     copy.tables.check_invariants()
     for bags in ([[0, -4], [5]], [[0, -4, -1], [6, 6, 6]]):
         assert torch.equal(step(copy, *bags), step(module, *bags))
     assert holds(copy, [0, -4, -1]) == [True, True, False] and holds(copy, [5, 6], "b") == [True, True]
-    assert records(copy, "a") == records(module, "a") and counts_of(copy) == counts_of(module)
+    assert records(copy, "a") == records(module, "a") and lengths_of(copy) == lengths_of(module)
 
 
 def test_c12_a_load_without_counters_begins_to_count_anew(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_c12_a_load_without_counters_begins_to_count_anew(tmp_path: Path) -> Non
         other.load(tmp_path / "without")
         step(other, [1, 7, 7])
         other.load(tmp_path / folder, **arguments)
-        assert counts_of(other) == expected
+        assert lengths_of(other) == expected
         other.tables.check_invariants()
     with pytest.warns(UserWarning, match="table a: the dump has no admission counts; write it with counter=True"):
         other.load(tmp_path / "without", counter=True)
@@ -97,7 +97,7 @@ def test_c12_an_id_is_in_the_table_or_counted_never_both(backend: str, tmp_path:
     module.dump(tmp_path / "d", counter=True)
     step(other, [2, 2, 1, 3])
     other.load(tmp_path / "d", counter=True, merge=True)
-    assert records(other, "a").keys() == {1, 2} and counts_of(other) == {3: 1}
+    assert records(other, "a").keys() == {1, 2} and lengths_of(other) == {3: 1}
     other.tables.check_invariants()
 
 
@@ -121,27 +121,27 @@ def test_c12_a_smaller_counter_keeps_the_highest_counts(
     module = module_on(backend, admitting(100, counter=128))
     ids = list(range(-30, 30))
     step(module, [i for i in ids for _ in range(1 + i * 7 % 5)])
-    counts = counts_of(module)
+    counts = lengths_of(module)
     assert len(counts) == 60
     module.dump(tmp_path / "d", counter=True)
     small = module_on(backend, admitting(100, counter=32))
     # What is there has few occurrences, of which some come again: their sums count.
     step(small, ids[:20] if merge else [99])
     if merge:
-        counts |= {i: counts[i] + 1 for i in counts_of(small)}
+        counts |= {i: counts[i] + 1 for i in lengths_of(small)}
     with pytest.warns(
         UserWarning, match=r"\d+ ids that were not admitted yet found no place.*capacity of its KVCounter"
     ):
         report = small.load(tmp_path / "d", counter=True, merge=merge)["a"]
-    assert len(counts_of(small)) == 32
+    assert len(lengths_of(small)) == 32
     small.tables.check_invariants()
     if not merge:
-        assert counts_of(small) == strongest(counts, 2, 16) and report.num_counts_lost == 28
+        assert lengths_of(small) == strongest(counts, 2, 16) and report.num_counts_lost == 28
     else:
-        assert all(counts[i] == count for i, count in counts_of(small).items() if i not in ids[:20])
+        assert all(counts[i] == count for i, count in lengths_of(small).items() if i not in ids[:20])
     # The counter works on, and an imported id may be forgotten at once.
     step(small, list(range(1000, 1016)))
-    assert counts_of(small).keys() & set(range(1000, 1016)) == set(range(1000, 1016))
+    assert lengths_of(small).keys() & set(range(1000, 1016)) == set(range(1000, 1016))
     small.tables.check_invariants()
 
 
@@ -149,7 +149,7 @@ def test_c22_damage_in_counter_files_is_noticed(tmp_path: Path) -> None:
     module = make_module([admitting(3)])
     step(module, [1, 1, 2])
     module.dump(tmp_path / "d", counter=True)
-    before = counts_of(module)
+    before = lengths_of(module)
     for name in (KEYS, COUNTS):
         path = tmp_path / "d" / name
         data = path.read_bytes()
@@ -160,7 +160,7 @@ def test_c22_damage_in_counter_files_is_noticed(tmp_path: Path) -> None:
                 with pytest.raises(CheckpointCorruptError, match=name):
                     module.load(tmp_path / "d", counter=counter)
         path.write_bytes(data)
-    assert counts_of(module) == before
+    assert lengths_of(module) == before
 
 
 def test_c24_counters_of_a_folder_without_a_manifest(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_c24_counters_of_a_folder_without_a_manifest(tmp_path: Path) -> None:
     np.array([2, 1, 0, -1], "<i8").tofile(tmp_path / "d" / COUNTS)
     copy = make_module([admitting(3)])
     load_quietly(copy, tmp_path / "d", counter=True)
-    assert counts_of(copy) == {1: 2, 2: 1, 4: 2**62}
+    assert lengths_of(copy) == {1: 2, 2: 1, 4: 2**62}
     load_quietly(copy, tmp_path / "d", counter=True, merge=True)
-    assert counts_of(copy) == {1: 4, 2: 2, 4: 2**62}
+    assert lengths_of(copy) == {1: 4, 2: 2, 4: 2**62}
     (tmp_path / "d" / COUNTS).write_bytes(bytes(24))
     with pytest.raises(CheckpointCorruptError, match=f"{COUNTS}.*32 bytes.*24 bytes"):
         load_quietly(copy, tmp_path / "d", counter=True)
@@ -193,7 +193,7 @@ def test_c26_an_increment_has_all_counts(tmp_path: Path) -> None:
     assert stored(tmp_path / "next") == {2: 1, 3: 1}
     copy = make_module([admitting(3)])
     copy.load([tmp_path / "base", tmp_path / "next"], counter=True)
-    assert counts_of(copy) == {2: 1, 3: 1} and without_scores(records(copy, "a")) == without_scores(
+    assert lengths_of(copy) == {2: 1, 3: 1} and without_scores(records(copy, "a")) == without_scores(
         records(module, "a")
     )
 
@@ -236,7 +236,7 @@ def test_c12_a_counter_of_the_user_writes_and_reads_its_own_files(tmp_path: Path
     # A KVCounter takes the same files.
     ours = make_module([admitting(3)])
     ours.load(tmp_path / "d", counter=True)
-    assert counts_of(ours) == stored(tmp_path / "d")
+    assert lengths_of(ours) == stored(tmp_path / "d")
     for name in (KEYS, COUNTS):
         data = (tmp_path / "d" / name).read_bytes()
         (tmp_path / "d" / name).write_bytes(data[:-1] + b"x")
@@ -289,7 +289,7 @@ def on_rank(rank: int, world_size: int, routing: str, path: str, onward: str | N
         DynamicEmbDump(onward, model, optim=True, counter=True)
     (module,) = dynamic_modules(model)
     module.tables.check_invariants()
-    return records(module, "users"), counts_of(module)
+    return records(module, "users"), lengths_of(module)
 
 
 @pytest.mark.distributed

@@ -14,7 +14,7 @@ from dynamicemb import DynamicEmbDump, DynamicEmbLoad, DynamicEmbScoreStrategy
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.importing.rows import RowImport
 from dynamicemb.table.index import UPDATES
-from tests.support.admitting import admitting, counts_of, holds, module_on
+from tests.support.admitting import admitting, holds, lengths_of, module_on
 from tests.support.checkpoints import records, train, trained, without_scores
 from tests.support.lookups import EXTREME, batch, contents, make_module, messages, options, snapshot
 
@@ -106,7 +106,7 @@ def test_c14_gradients_of_rows_that_a_load_replaced_are_dropped(backend: str, tm
     was = snapshot(module)
     out.pow(2).sum().backward()
     assert dropped(module) == {"a": 4, "b": 2}
-    module.tables.index.counters.copy_(was[11])
+    module.tables.index.tallies.copy_(was[11])
     assert all(torch.equal(one, two) for one, two in zip(snapshot(module), was, strict=True))
     # The optimizer counts on alike.
     assert torch.equal(step(module, [EXTREME[0], 77], [5]), step(other, [EXTREME[0], 77], [5]))
@@ -297,7 +297,7 @@ def test_c12_ids_without_a_row_lose_no_gradient_in_a_load(backend: str) -> None:
     # What was not admitted read a value of its own, which nobody replaced.
     assert weights.grad is not None
     assert weights.grad.tolist() == [0.0, pytest.approx(float(read.sum())), 0.0, 0.0] and weights.grad[1] != 0
-    assert dropped(module) == {"a": 3} and counts_of(module) == counts_of(other) == {2: 1}
+    assert dropped(module) == {"a": 3} and lengths_of(module) == lengths_of(other) == {2: 1}
     assert torch.equal(step(module, [1, 2, 2]), step(other, [1, 2, 2])) and rows(module) == rows(other)
 
 

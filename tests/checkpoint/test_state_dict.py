@@ -16,7 +16,7 @@ from tests.checkpoint.test_checkpoint_expiry import make as make_forgetful
 from tests.checkpoint.test_checkpoint_expiry import step as step_forgetful
 from tests.checkpoint.test_checkpoint_expiry import wait
 from tests.embedding.test_admission_own import DictCounter
-from tests.support.admitting import admitting, by_chance, counts_of, holds, module_on
+from tests.support.admitting import admitting, by_chance, holds, lengths_of, module_on
 from tests.support.checkpoints import records, shift_between, train, trained, without_scores
 from tests.support.lookups import EXTREME, assert_unchanged, batch, make_module, options, snapshot
 
@@ -308,11 +308,11 @@ def test_c12_counters_go_on_counting(backend: str) -> None:
     step(module, [2, 2, 2, 1], [5])
     step(copy, [7, 8], [9])
     copy.load_state_dict(through_a_file(module.state_dict()))
-    assert (counts_of(copy, 0), counts_of(copy, 1)) == (counts_of(module, 0), counts_of(module, 1))
-    assert counts_of(copy) == dict.fromkeys(set(EXTREME) - {1}, 1)
+    assert (lengths_of(copy, 0), lengths_of(copy, 1)) == (lengths_of(module, 0), lengths_of(module, 1))
+    assert lengths_of(copy) == dict.fromkeys(set(EXTREME) - {1}, 1)
     for bags in ([[0, -4], [5]], [[0, -4, -1], [6, 6, 6]]):
         assert torch.equal(step(copy, *bags), step(module, *bags))
-    assert records(copy, "a") == records(module, "a") and counts_of(copy) == counts_of(module)
+    assert records(copy, "a") == records(module, "a") and lengths_of(copy) == lengths_of(module)
 
 
 @pytest.mark.parametrize("path", ["state_dict", "dump"])
@@ -344,7 +344,7 @@ def test_counts_that_cannot_be_loaded_are_named() -> None:
         plain.load_state_dict(counting.state_dict(), strict=False)
     with pytest.warns(UserWarning, match="has no admission counts, which begin anew"):
         counting.load_state_dict(make_module([options()]).state_dict())
-    assert counts_of(counting) == {}
+    assert lengths_of(counting) == {}
 
 
 class FileCounter(DictCounter):

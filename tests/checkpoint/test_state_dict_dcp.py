@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dynamicemb import DynamicEmbLoadPlanner, state_dict_without_rows
 from dynamicemb.errors import DynamicEmbError
-from tests.support.admitting import admitting, counts_of, module_on
+from tests.support.admitting import admitting, lengths_of, module_on
 from tests.support.checkpoints import records, train, trained, without_scores
 from tests.support.lookups import EXTREME, assert_unchanged, batch, make_module, options, snapshot
 
@@ -62,7 +62,7 @@ def test_our_planner_makes_room(backend: str, tmp_path: Path, shape: str) -> Non
     if shape != "stateful":
         copy.load_state_dict(states[1] if shape != "flat" else wanted)
     assert len(records(copy, "a")) > 5 and same(copy, module)
-    assert counts_of(copy) == counts_of(module) != {}
+    assert lengths_of(copy) == lengths_of(module) != {}
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -149,7 +149,7 @@ def test_counters_of_one_side_only(tmp_path: Path, saved: bool, present: bool) -
     with pytest.warns(UserWarning, match="admission counts"):
         copy.load_state_dict(state)
     assert same(copy, module)
-    assert not present or counts_of(copy) == {}
+    assert not present or lengths_of(copy) == {}
 
 
 @pytest.mark.parametrize("root", ["module", "model"])

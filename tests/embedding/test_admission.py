@@ -20,7 +20,7 @@ from dynamicemb.table.growing.plan import InsertPlan
 from dynamicemb.table.initializers import table_key
 from dynamicemb.table.staging import Stage
 from dynamicemb.table.triton.rows import row_shape
-from tests.support.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
+from tests.support.admitting import admitting, by_chance, device, first_values, holds, lengths_of, module_on  # noqa: F401
 from tests.support.lookups import (
     MEAN,
     NONE,
@@ -52,7 +52,7 @@ def test_c12_an_id_is_admitted_in_the_step_in_which_its_count_reaches_the_thresh
     ):
         module(*bag_per_id(ids)).sum().backward()
         assert holds(module, [7, 5]) == inside
-        assert counts_of(module) == counted
+        assert lengths_of(module) == counted
     assert holds(module, [9]) == [True]
     stats = module.stats()["a"]
     assert (stats["non_admitted"], stats["inserted"], stats["failed"], stats["misses"]) == (4, 3, 0, 10)
@@ -62,14 +62,14 @@ def test_c12_an_id_is_admitted_in_the_step_in_which_its_count_reaches_the_thresh
 def test_c12_a_threshold_of_one_admits_everything(backend: str, threshold: int) -> None:
     module = module_on(backend, admitting(threshold))
     module(*bag_per_id([1, 2, 2]))
-    assert holds(module, [1, 2]) == [True, True] and counts_of(module) == {}
+    assert holds(module, [1, 2]) == [True, True] and lengths_of(module) == {}
     assert module.stats()["a"]["non_admitted"] == 0
 
 
 def test_c12_frequencies_count_as_occurrences(backend: str) -> None:
     module = module_on(backend, admitting(10))
     module(*bag_per_id([1, 2, 1]), frequency_counters=torch.tensor([4, 9, 5]))
-    assert counts_of(module) == {1: 9, 2: 9}
+    assert lengths_of(module) == {1: 9, 2: 9}
     module(*bag_per_id([1, 3]), frequency_counters=torch.tensor([1, 10]))
     assert holds(module, [1, 2, 3]) == [True, False, True]
 
@@ -81,7 +81,7 @@ def test_c12_tables_count_apart(backend: str) -> None:
         [False, True, False],
         [False, False, True],
     )
-    assert (counts_of(module, 0), counts_of(module, 1)) == ({1: 1}, {1: 1})
+    assert (lengths_of(module, 0), lengths_of(module, 1)) == ({1: 1}, {1: 1})
 
 
 def test_c12_an_lfu_score_starts_with_all_occurrences_so_far(backend: str) -> None:
@@ -97,22 +97,22 @@ def test_c12_an_lfu_score_starts_with_all_occurrences_so_far(backend: str) -> No
 def test_c01_every_id_can_be_counted(backend: str, key: int) -> None:
     module = module_on(backend, admitting(2))
     module(*bag_per_id([key]))
-    assert counts_of(module) == {key: 1}
+    assert lengths_of(module) == {key: 1}
     module(*bag_per_id([key]))
-    assert counts_of(module) == {} and holds(module, [key]) == [True]
+    assert lengths_of(module) == {} and holds(module, [key]) == [True]
 
 
 def test_c12_a_full_counter_forgets_its_lowest_counts(backend: str) -> None:
     module = module_on(backend, admitting(9, counter=16))
     module(*bag_per_id([*range(16), *range(4, 16)]))
     module(*bag_per_id([100, 101, 4]))
-    counts = counts_of(module)
+    counts = lengths_of(module)
     assert len(counts) == 16 and counts[100] == counts[101] == 1 and counts[4] == 3
     assert sum(i in counts for i in range(4)) == 2 and all(counts[i] == 2 for i in range(5, 16))
     assert module.stats()["a"]["counter_evicted"] == 2
     # A lookup never makes the counter forget its own ids; the first sixteen find a place.
     module(*bag_per_id(range(200, 220)))
-    assert sorted(counts_of(module)) == list(range(200, 216))
+    assert sorted(lengths_of(module)) == list(range(200, 216))
     stats = module.stats()["a"]
     assert (stats["counter_size"], stats["counter_evicted"], stats["counter_failed"]) == (16, 18, 4)
     module.tables.check_invariants()
@@ -123,7 +123,7 @@ def test_c12_a_counter_keeps_the_ids_of_the_present_lookup(backend: str) -> None
     module(*bag_per_id([*range(16), *[i for i in range(8, 16) for _ in range(4)]]))
     module(*bag_per_id([*range(100, 108), *range(8)]))
     # The lowest counts belong to this lookup, so those that count 5 must go.
-    assert counts_of(module) == {**dict.fromkeys(range(8), 2), **dict.fromkeys(range(100, 108), 1)}
+    assert lengths_of(module) == {**dict.fromkeys(range(8), 2), **dict.fromkeys(range(100, 108), 1)}
 
 
 def test_c12_an_admitted_id_that_finds_no_slot_counts_anew(backend: str) -> None:
@@ -132,7 +132,7 @@ def test_c12_an_admitted_id_that_finds_no_slot_counts_anew(backend: str) -> None
     module(*bag_per_id([50]))
     out = module(*bag_per_id([50]))
     # Its bucket is full of ids of the lookup that waits for its backward.
-    assert not out.any() and holds(module, [50]) == [False] and counts_of(module) == {}
+    assert not out.any() and holds(module, [50]) == [False] and lengths_of(module) == {}
     stats = module.stats()["a"]
     assert (stats["failed"], stats["non_admitted"]) == (1, 1)
     waiting.sum().backward()
@@ -144,7 +144,7 @@ def test_c08_an_evicted_id_must_be_admitted_again(backend: str) -> None:
     module(*bag_per_id([i for i in range(2, 18) for _ in range(2)])).sum().backward()
     assert holds(module, [1]) == [False]
     module(*bag_per_id([1]))
-    assert holds(module, [1]) == [False] and counts_of(module) == {1: 1}
+    assert holds(module, [1]) == [False] and lengths_of(module) == {1: 1}
 
 
 def test_c12_an_import_needs_no_admission(backend: str) -> None:
@@ -152,7 +152,7 @@ def test_c12_an_import_needs_no_admission(backend: str) -> None:
     module(*bag_per_id([1, 2]))
     assert module.insert("a", torch.tensor([1, 3]), torch.ones(2, 4)).all()
     assert holds(module, [1, 2, 3]) == [True, False, True]
-    assert counts_of(module) == {2: 1}
+    assert lengths_of(module) == {2: 1}
 
 
 def test_c11_evaluation_does_not_count(backend: str) -> None:
@@ -400,7 +400,7 @@ def test_c16_devices_agree_on_who_is_admitted(backend: str, table: DynamicEmbTab
         for out in outs:
             out.sum().backward()
     one, other = (module.tables for module in twins)
-    assert torch.equal(one.index.counters, other.index.counters.cpu())
+    assert torch.equal(one.index.tallies, other.index.tallies.cpu())
     for name in ("keys", "digests", "scores", "rows", "tags"):
         assert torch.equal(getattr(one.index, name), getattr(other.index, name).cpu()), name
         if one.admission.counter is not None:
@@ -449,8 +449,8 @@ def test_c12_copies_go_on_counting(backend: str) -> None:
         assert twin.stats() == twin.stats(wait=False) == expected
         twin(*batch([1], [2, 2]))
         assert holds(twin, [1], "a") == holds(twin, [2], "b") == [True]
-        assert counts_of(twin, 1) == {}
-    assert counts_of(module, 0) == {1: 2} and holds(module, [1]) == [False]
+        assert lengths_of(twin, 1) == {}
+    assert lengths_of(module, 0) == {1: 2} and holds(module, [1]) == [False]
 
 
 def test_c20_the_counter_is_in_the_memory_usage(backend: str) -> None:
@@ -470,7 +470,7 @@ def test_c12_tags_of_a_counter_are_rebased(backend: str, monkeypatch: pytest.Mon
     # The next step has a smaller number than the last one; the ids of that are not those of this one.
     module(*bag_per_id(range(20, 36)))
     assert int(module.tables.index.clock[0]) == 2
-    assert sorted(counts_of(module)) == list(range(20, 36))
+    assert sorted(lengths_of(module)) == list(range(20, 36))
     assert module.stats()["a"]["counter_failed"] == 0
 
 

@@ -21,7 +21,7 @@ from dynamicemb.dynamicemb_config import MAX_BUCKET_CAPACITY
 from dynamicemb.embedding.admission import refuse_capture
 from dynamicemb.table.admission import ADMIT_BY_CALL
 from dynamicemb.table.importing.rows import RowImport
-from tests.support.admitting import admitting, by_chance, counts_of, device, first_values, holds, module_on  # noqa: F401
+from tests.support.admitting import admitting, by_chance, device, first_values, holds, lengths_of, module_on  # noqa: F401
 from tests.support.lookups import bag_per_id, batch, constant, make_module, options, score_of
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
@@ -100,7 +100,7 @@ def test_c12_a_strategy_of_the_user(backend: str, counter: str) -> None:
     if remembers:
         assert score_of(module, "a", 4) == 2
     if counter == "KVCounter":
-        assert (counts_of(module, 0), counts_of(module, 1)) == ({3: 3}, {4: 1})
+        assert (lengths_of(module, 0), lengths_of(module, 1)) == ({3: 3}, {4: 1})
     if counter == "own":
         assert counters["own"].counts == {(0, 3): 3, (1, 4): 1}
     assert module.stats()["a"]["non_admitted"] == (4 if remembers else 5)
@@ -165,9 +165,9 @@ def test_c12_counts_beyond_the_largest_frequency_are_exact(backend: str) -> None
     module = module_on(backend, table)
     ids, offsets = bag_per_id([1, 1, 3, 1])
     module(ids, offsets, frequency_counters=torch.tensor([most, most, 2, most]))
-    assert counts_of(module) == {1: 3 * most, 3: 2}
+    assert lengths_of(module) == {1: 3 * most, 3: 2}
     module(ids, offsets, frequency_counters=torch.tensor([most, 1, 2, 1]))
-    assert counts_of(module) == {1: 4 * most + 2, 3: 4}
+    assert lengths_of(module) == {1: 4 * most + 2, 3: 4}
     ids, offsets = bag_per_id([2, 2])
     module(ids, offsets, frequency_counters=torch.tensor([most, most]))
     assert score_of(module, "a", 2) == 2 * most and module.stats()["a"]["clamped_inputs"] == 0

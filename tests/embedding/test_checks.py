@@ -345,7 +345,7 @@ def test_c06_ignore_only_counts() -> None:
         warnings.simplefilter("error")
         module(*bag_per_id(range(20)))
         module(*bag_per_id(range(20)))
-    assert int(module.tables.index.counters[0, FAILED]) == 8
+    assert int(module.tables.index.tallies[0, FAILED]) == 8
 
 
 @pytest.mark.parametrize("mode", [0, "ERROR", None, True])

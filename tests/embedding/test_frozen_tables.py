@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dynamicemb.errors import UnsupportedOptionError
-from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup, without_tables
+from dynamicemb.table.lookup import rows_without
 from tests.support.admitting import module_on
 from tests.support.lookups import OPTIMIZERS, batch, contents, make_module, options
 from tests.support.ranks import RankPool, ranks  # noqa: F401
@@ -43,18 +42,15 @@ def rows_of(module: Any) -> dict[str, dict[int, bytes]]:
     ],
 )
 def test_occurrences_of_chosen_tables_lose_their_row(ranges: list[int], tables: set[int], kept: list[int]) -> None:
-    rows, layout = torch.tensor([4, 5, 6, 7], dtype=torch.int32), FeatureLayout.__new__(FeatureLayout)
-    lookup = Lookup(torch.arange(4), rows, torch.tensor(ranges), torch.tensor([0]), layout, None)
-    found = without_tables(lookup, tables)
-    assert found.rows.tolist() == kept and found.rows.dtype == torch.int32
+    rows = torch.tensor([4, 5, 6, 7], dtype=torch.int32)
+    found = rows_without(rows, torch.tensor(ranges), tables)
+    assert found.tolist() == kept and found.dtype == torch.int32
     assert rows.tolist() == [4, 5, 6, 7]
 
 
 def test_no_occurrences_are_fine() -> None:
     nothing = torch.empty(0, dtype=torch.int32)
-    layout = FeatureLayout.__new__(FeatureLayout)
-    lookup = Lookup(nothing.long(), nothing, torch.tensor([0, 0, 0]), torch.tensor([0]), layout, None)
-    assert without_tables(lookup, {1}).rows.tolist() == []
+    assert rows_without(nothing, torch.tensor([0, 0, 0]), {1}).tolist() == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

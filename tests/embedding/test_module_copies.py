@@ -176,7 +176,7 @@ def test_c19_who_asks_waits_for_another_thread_that_grows_or_inserts(ask) -> Non
     module.set_score({"a": 4})
     thread = threading.Thread(target=ask, args=(module,))
     # As a lookup does from its first kernel to the last: index and rows do not belong together meanwhile.
-    with module.tables.lock:
+    with module.tables.turn():
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()

@@ -16,7 +16,7 @@ from dynamicemb.batched_dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.dynamicemb_config import DynamicEmbCheckMode
 from dynamicemb.table.index import INSERTED, MISSES
 from dynamicemb.table.layout import locate
-from dynamicemb.table.stats import CounterReader
+from dynamicemb.table.stats import TallyReader
 from tests.support.lookups import NONE, SUM, bag_per_id, batch, make_module, options
 from tests.support.tables import device_of, make_group, ranges, use_backend
 
@@ -50,7 +50,7 @@ def test_stats_without_waiting_are_those_with(backend: str) -> None:
     assert expected["b"]["erased"] > 0 and 0 < expected["b"]["size"] < 32
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         # Also before anything was sent.
-        assert twin.tables.counter_reader.latest() == module.tables.index.counters.tolist()
+        assert twin.tables.tally_reader.latest() == module.tables.index.tallies.tolist()
         assert twin.stats(wait=False) == expected
         twin(*batch([], [77, 78]))
         assert arrived_stats(twin)["b"]["misses"] == expected["b"]["misses"] + 2
@@ -84,7 +84,7 @@ def test_stats_without_waiting_never_wait() -> None:
     assert module.stats(wait=False)["a"]["hits"] == 500
 
 
-class SlowReader(CounterReader):
+class SlowReader(TallyReader):
     """Reads counters of the CPU as those of a GPU whose copies arrive when the test says so."""
 
     def __init__(self, counters: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ def first_values(ids: list[int], dim: int, table: str = "a", args: DynamicEmbIni
     return initial_values(table_of_one, 0, torch.tensor(ids, device="cpu"), dim).to(torch.tensor(0).device)
 
 
-def counts_of(module: Any, table: int = 0) -> dict[int, int]:
+def lengths_of(module: Any, table: int = 0) -> dict[int, int]:
     """Return what the counter of a table knows."""
     counter = module.tables.admission.counter
     begin, end = (int(b) * counter.bucket_capacity for b in counter.bucket_offsets[table : table + 2])

@@ -166,10 +166,10 @@ def held(model: Any) -> dict[str, Records]:
 
 def counted(model: Any) -> dict[int, int]:
     """Return what the counter of "things" knows on this rank."""
-    from tests.support.admitting import counts_of
+    from tests.support.admitting import lengths_of
 
     (tables,) = model.module.sequences.dynamic_embedding_modules
-    return counts_of(tables)
+    return lengths_of(tables)
 
 
 def others(model: Any) -> dict[str, bytes]:

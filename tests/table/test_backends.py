@@ -1,6 +1,8 @@
 """Both backends export the kernels of the protocol, with its signatures."""
 
+import ast
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,8 +63,26 @@ def test_new_ids_get_slots_and_full_buckets_fail(backend: str, device: torch.dev
     assert len(set(rows[rows >= 0].tolist())) == 19
     found = kernels.find(group.index, ids, ranges, False)
     assert torch.equal(found, rows)
-    counters = group.index.counters
+    counters = group.index.tallies
     assert counters[:, INSERTED].tolist() == [3, 16] and counters[:, FAILED].tolist() == [0, 5]
     nothing = torch.zeros(3, dtype=torch.int64, device=device)
     assert kernels.place(group.index, ids[:0], nothing).shape == (0,)
     step.finish()
+
+
+def launched_kernels() -> list[tuple[str, int]]:
+    """List the kernels of Triton that start with a program's number, and how many parameters each has."""
+    folder = Path(backends.__file__).parent / "triton"
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert any("jit" in ast.unparse(decorator) for decorator in node.decorator_list), node.name
+                found.append((node.name, len(node.args.args)))
+    return found
+
+
+def test_no_kernel_has_more_than_24_parameters() -> None:
+    kernels = launched_kernels()
+    assert len(kernels) > 15
+    assert [kernel for kernel in kernels if kernel[1] > 24] == []

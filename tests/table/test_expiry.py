@@ -220,7 +220,7 @@ def test_the_counters_know_how_many_places_are_taken(backend: str) -> None:
     wait(group, 2 * TTL)
     look_up(group, list(range(5, 15)))
     assert group.stats(wait=False)["t0"]["size"] in (0, group.size(0))
-    assert group.counter_reader.wait() and group.stats(wait=True)["t0"]["size"] == group.size(0)
+    assert group.tally_reader.wait() and group.stats(wait=True)["t0"]["size"] == group.size(0)
 
 
 # The module
@@ -263,7 +263,7 @@ def test_c14_a_gradient_of_an_expired_id_is_dropped_and_counted(device: torch.de
     ids, offsets = torch.tensor([1, 2]), torch.arange(3)
     output = module(ids, offsets)
     # A step that has been given up protects nothing.
-    output.grad_fn.training.step.finish()
+    output.grad_fn.placed.training.step.finish()
     module(torch.tensor([9]), torch.arange(2)).sum().backward()
     module.tables.index.clock[SEEN] += 61 * 10**9
     output.sum().backward()

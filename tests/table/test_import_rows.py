@@ -156,8 +156,8 @@ def test_c14_an_import_ends_the_steps_before_it(backend: str, tensors_on_device:
     with RowImport(group, 0, False, 1, 0.0):
         pass
     assert step.finished and group.steps.oldest() == group.steps.current
-    assert group.lock.acquire(blocking=False)
-    group.lock.release()
+    assert group.turn._lock.acquire(blocking=False)
+    group.turn._lock.release()
 
 
 def test_c07_imported_ids_may_be_evicted_at_once(backend: str, tensors_on_device: None) -> None:

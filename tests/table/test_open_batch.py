@@ -11,7 +11,7 @@ from dynamicemb.table.index import CLAMPED, NOW, OLDEST, STEP
 from dynamicemb.table.layout import POOLING_NONE, POOLING_SUM, FeatureLayout
 from dynamicemb.table.scores import SCORE_LFU, SCORE_STEP, SCORE_TIMESTAMP
 from tests.conftest import reason_to_skip
-from tests.support.admitting import admitting, counts_of, module_on
+from tests.support.admitting import admitting, lengths_of, module_on
 from tests.support.tables import make_group, ranges
 
 FEATURES = [2, 1, 3]
@@ -76,7 +76,8 @@ def test_a_step_begins_with_its_batch(group, device: torch.device, pooling: int)
     for seed in range(3):
         offsets = legal_offsets(seed)
         given = torch.tensor(offsets, device=device)
-        step, opened = group.open_training_batch(given, layout(pooling, device), offsets[-1])
+        step, lag = group.next_step()
+        opened = group.open_batch(given, layout(pooling, device), offsets[-1], lag)
         _, bounds, _ = expected(offsets, offsets[-1])
         assert opened.table_ranges.tolist() == bounds
         if pooling == POOLING_SUM:
@@ -85,7 +86,7 @@ def test_a_step_begins_with_its_batch(group, device: torch.device, pooling: int)
         assert group.index.clock[[STEP, OLDEST]].tolist() == [seed + 1, seed + 1]
         assert group.index.score_values.tolist() == [seed + 1] * 3
         step.finish()
-    assert group.index.counters[:, CLAMPED].tolist() == [0, 0, 0]
+    assert group.index.tallies[:, CLAMPED].tolist() == [0, 0, 0]
 
 
 def test_an_evaluation_begins_without_a_step(group, device: torch.device) -> None:
@@ -101,7 +102,8 @@ def test_the_clock_follows_the_system_and_never_repeats(backend: str, device: to
     given = torch.tensor(legal_offsets(0), device=device)
     times = []
     for _ in range(3):
-        step, _ = group.open_training_batch(given, layout(POOLING_SUM, device), int(given[-1]))
+        step, lag = group.next_step()
+        group.open_batch(given, layout(POOLING_SUM, device), int(given[-1]), lag)
         step.finish()
         times.append(int(group.index.clock[NOW]))
         assert group.index.score_values.tolist() == [times[-1]] * 3
@@ -121,7 +123,8 @@ def test_c04_illegal_offsets_are_clamped_and_counted(
         offsets, num_ids = spoilt_offsets(seed)
         given = torch.tensor(offsets, device=device)
         if with_step:
-            step, opened = group.open_training_batch(given, layout(pooling, device), num_ids)
+            step, lag = group.next_step()
+            opened = group.open_batch(given, layout(pooling, device), num_ids, lag)
             step.finish()
         else:
             opened = group.open_batch(given, layout(pooling, device), num_ids)
@@ -129,7 +132,7 @@ def test_c04_illegal_offsets_are_clamped_and_counted(
         counted = [a + b for a, b in zip(counted, wrong, strict=True)]
         assert opened.table_ranges.tolist() == bounds
         assert pooling == POOLING_NONE or opened.offsets.tolist() == safe
-        assert group.index.counters[:, CLAMPED].tolist() == counted
+        assert group.index.tallies[:, CLAMPED].tolist() == counted
     assert min(counted) > 0
 
 
@@ -139,7 +142,8 @@ def test_scratch_memory_is_filled_with_the_batch(backend: str, device: torch.dev
         pytest.skip("cpu: needs none")
     group = make_group(backend, [32, 32, 32], strategy=strategy)
     offsets = legal_offsets(5)
-    _, opened = group.open_training_batch(torch.tensor(offsets, device=device), layout(POOLING_SUM, device), 5000)
+    _, lag = group.next_step()
+    opened = group.open_batch(torch.tensor(offsets, device=device), layout(POOLING_SUM, device), 5000, lag)
     missing = opened.scratch
     words = missing.scratch.tolist()
     assert missing.num_filled - missing.num_zeros >= missing.num_claims + missing.num_lists + 4
@@ -165,7 +169,7 @@ def test_c04_illegal_frequencies_are_clamped_and_counted(backend: str, device: t
         slots = group.scan(1)
         scores = dict(zip(group.index.keys[slots].tolist(), group.index.scores[slots].tolist(), strict=True))
         assert scores == {4: (2**31 - 1) * factor, 5: 3 * factor}
-        assert group.index.counters[:, CLAMPED].tolist() == [2 * factor, factor]
+        assert group.index.tallies[:, CLAMPED].tolist() == [2 * factor, factor]
 
 
 def test_c04_illegal_frequencies_are_counted_where_admission_alone_reads_them(
@@ -180,8 +184,8 @@ def test_c04_illegal_frequencies_are_counted_where_admission_alone_reads_them(
         group.begin_step().finish()
         frequencies = torch.tensor([0, 5, 2**31, 1], device=device)
         group.find_or_insert(ids, ranges(4).to(device), frequencies, admit_all=False)
-        assert counts_of(module) == {1: 2**31 * number, 2: 5 * number, 3: number}
-        assert group.index.counters[0, CLAMPED] == 2 * number
+        assert lengths_of(module) == {1: 2**31 * number, 2: 5 * number, 3: number}
+        assert group.index.tallies[0, CLAMPED] == 2 * number
 
 
 @pytest.mark.cuda

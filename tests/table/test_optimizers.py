@@ -7,6 +7,7 @@ import torch
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table.cpu.rules import round_bf16, round_f16
 from dynamicemb.table.cpu.update import update
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM
 from dynamicemb.table.lookup import Lookup
 from tests.support.row_cases import clock_at, make_batch, make_store, row_gradients, state_of, table_bytes, weights_of
@@ -16,7 +17,7 @@ KEYS = torch.tensor([0x0123456789ABCDEF, -5, 7])
 
 
 def step_rows(store, spec, lookup, grad, step, keys=None):
-    update(store, spec, lookup, grad, clock_at(step), torch.tensor([spec.learning_rate]), keys)
+    update(store, spec, Gradients.of(lookup, grad), clock_at(step), torch.tensor([spec.learning_rate]), keys)
 
 
 def num_state(kind: OptimizerKind, dim: int) -> int:

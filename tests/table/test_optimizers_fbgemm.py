@@ -6,6 +6,7 @@ import torch
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
 from dynamicemb.table.cpu.update import update
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_SUM
 from dynamicemb.table.lookup import Lookup
 from tests.support.row_cases import clock_at, make_batch, make_store, state_of, weights_of
@@ -24,7 +25,7 @@ FEATURES = [1, 2]
 
 
 def step_rows(store, spec, lookup, grad, step, keys=None):
-    update(store, spec, lookup, grad, clock_at(step), torch.tensor([spec.learning_rate]), keys)
+    update(store, spec, Gradients.of(lookup, grad), clock_at(step), torch.tensor([spec.learning_rate]), keys)
 
 
 def tbe_for(store, optimizer, pooling, **options):

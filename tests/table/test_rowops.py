@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dynamicemb.table.cpu.gather import gather
-from dynamicemb.table.cpu.group import group_by_row
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
+from dynamicemb.table.cpu.segments import group_by_row
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
 from tests.support.row_cases import DTYPES, make_batch, make_store, row_values, weights_of
 

@@ -376,7 +376,7 @@ def test_c16_buckets_of_any_size_evict_by_the_function(
         for side, more in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
             side.lookup(mine, torch.tensor([0, 37], device="cpu"), None, **more)
         twins.assert_equal()
-    assert twins.cpu.index.counters[0, EVICTED] >= 30
+    assert twins.cpu.index.tallies[0, EVICTED] >= 30
 
 
 @pytest.mark.usefixtures("tensors_on_device")

@@ -11,7 +11,7 @@ from dynamicemb.table import cpu
 from dynamicemb.table import triton as triton_kernels
 from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.growing.relocation import rebuild
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_COUNTERS, OLDEST, SEEN, STEP, Index
+from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_TALLIES, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.scores import (
     SCORE_COMPOUND,
@@ -111,7 +111,7 @@ def test_c16_full_buckets_equal_the_cpus_whole_or_by_tiles(
             if step % 2:
                 side.call("erase", ids[:4], torch.tensor([0, 4]))
         twins.assert_equal()
-    assert twins.cpu.index.counters[0, EVICTED] >= 40
+    assert twins.cpu.index.tallies[0, EVICTED] >= 40
 
 
 def run_in_order(backend: str, case: tuple, steps: int) -> None:
@@ -139,7 +139,7 @@ def run_in_order(backend: str, case: tuple, steps: int) -> None:
                 rebuild(side.index, side.kernels, step % tables)
         twins.assert_equal()
     twins.gpu.check()
-    counters = twins.cpu.index.counters.sum(0)
+    counters = twins.cpu.index.tallies.sum(0)
     assert counters[EVICTED] > 0 or not on_gpu
     assert counters[FAILED] > 0 or not on_gpu
 
@@ -158,9 +158,9 @@ def test_c07_any_order_leaves_the_same_ids_and_scores(backend: str, on_gpu: bool
         expected, result = twins.cpu.lookup(ids, table_ranges, frequencies)
         rows, ours = twins.gpu.lookup(ids, table_ranges, frequencies, deterministic=False)
         # Where some ids must fail, which ones do is open, and so is how often they occur.
-        now_failed = int(twins.cpu.index.counters[:, FAILED].sum())
-        same = [c for c in range(NUM_COUNTERS) if c != FAILED or now_failed == failed]
-        assert torch.equal(twins.gpu.index.counters.cpu()[:, same], twins.cpu.index.counters[:, same])
+        now_failed = int(twins.cpu.index.tallies[:, FAILED].sum())
+        same = [c for c in range(NUM_TALLIES) if c != FAILED or now_failed == failed]
+        assert torch.equal(twins.gpu.index.tallies.cpu()[:, same], twins.cpu.index.tallies[:, same])
         assert [x.numel() for x in ours] == [x.numel() for x in result]
         if now_failed == failed:
             assert bool(((rows < 0) == (expected < 0)).all())
@@ -173,7 +173,7 @@ def test_c07_any_order_leaves_the_same_ids_and_scores(backend: str, on_gpu: bool
         twins.gpu.check()
         failed = now_failed
         twins.copy_to_gpu()
-    assert twins.cpu.index.counters[:, EVICTED].sum() > 0 or not on_gpu
+    assert twins.cpu.index.tallies[:, EVICTED].sum() > 0 or not on_gpu
 
 
 def test_c07_more_new_ids_than_a_bucket_holds_fail_in_any_order(backend: str, on_gpu: bool) -> None:
@@ -184,7 +184,7 @@ def test_c07_more_new_ids_than_a_bucket_holds_fail_in_any_order(backend: str, on
     assert result.new.numel() == 16 and int((rows < 0).sum()) == 8
     assert torch.equal(rows[:20], rows[20:])
     assert sorted(rows[:20][rows[:20] >= 0].tolist()) == list(range(16))
-    assert twins.gpu.index.counters[0, [INSERTED, FAILED]].tolist() == [16, 8]
+    assert twins.gpu.index.tallies[0, [INSERTED, FAILED]].tolist() == [16, 8]
     twins.gpu.check()
 
 

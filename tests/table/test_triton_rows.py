@@ -348,8 +348,8 @@ def test_c04_an_evaluation_makes_illegal_offsets_safe_and_counts_them(kernels, d
         expected = kernels.gather(own, rows, opened.table_ranges, missing_values, torch.float32)
         out = kernels.find_and_gather(both[1], own, ids, offsets.to(device), layout, missing_values, torch.float32)
         assert torch.equal(out, expected)
-        assert torch.equal(both[0].counters, both[1].counters)
-        counted += int((both[1].counters[:, CLAMPED] > 0).sum())
+        assert torch.equal(both[0].tallies, both[1].tallies)
+        counted += int((both[1].tallies[:, CLAMPED] > 0).sum())
     assert counted >= 10
 
 

@@ -8,7 +8,8 @@ import torch
 
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table import cpu
-from dynamicemb.table.cpu.group import group_by_row
+from dynamicemb.table.cpu.segments import group_by_row
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import CLOCK_SIZE, UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM
 from tests.conftest import HAS_CUDA
@@ -65,9 +66,9 @@ def case(kind, dims, dtype, pooling, features=(1, 2), seed=0, **options):
 def run(kernels, device, store, spec, lookup, grad, *, step=3, rate=0.1):
     clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64)
     clock[UPDATES] = step - 1
-    arguments = (grad, clock, torch.tensor([rate]), KEYS[: store.num_tables].clone())
-    here = to_device(lookup, device)
-    kernels.update(store, spec, here, *(x.to(device) for x in arguments))
+    arguments = (clock, torch.tensor([rate]), KEYS[: store.num_tables].clone())
+    gradients = Gradients.of(to_device(lookup, device), grad.to(device))
+    kernels.update(store, spec, gradients, *(x.to(device) for x in arguments))
 
 
 def assert_rows_close(own, store, weights_tolerance=ROW_TOLERANCE):
@@ -217,7 +218,9 @@ def test_stochastic_rounding_needs_keys(kernels, device):
     store, lookup, grad = case(OptimizerKind.SGD, [16, 16], torch.bfloat16, POOLING_NONE)
     spec = spec_of(OptimizerKind.SGD, stochastic_rounding=True)
     with pytest.raises(ValueError, match="table_keys"):
-        kernels.update(store, spec, lookup, grad, torch.zeros(CLOCK_SIZE, dtype=torch.int64), torch.ones(1))
+        kernels.update(
+            store, spec, Gradients.of(lookup, grad), torch.zeros(CLOCK_SIZE, dtype=torch.int64), torch.ones(1)
+        )
 
 
 def units_of(groups):
@@ -230,8 +233,8 @@ def units_of(groups):
 
 
 def check_grouping(device, store, lookup):
-    from dynamicemb.table.triton.group import PIECE
-    from dynamicemb.table.triton.group import group_by_row as group_on_device
+    from dynamicemb.table.triton.segments import PIECE
+    from dynamicemb.table.triton.segments import group_by_row as group_on_device
 
     order, starts = group_by_row(lookup.rows)
     groups = group_on_device(copy_store(store, device), to_device(lookup, device))
@@ -282,12 +285,12 @@ def test_a_captured_update_reads_clock_rate_and_rows_on_the_device(pooling):
     own, here = copy_store(store, device), to_device(lookup, device)
     clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64, device=device)
     rate = torch.zeros(1, device=device)
-    gradient = grad.to(device)
-    kernels.update(own, spec, here, gradient, clock, rate)
+    gradients = Gradients.of(here, grad.to(device))
+    kernels.update(own, spec, gradients, clock, rate)
     own = copy_store(store, device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.update(own, spec, here, gradient, clock, rate)
+        kernels.update(own, spec, gradients, clock, rate)
     for step in range(1, 4):
         # Another batch in the same tensors: what ids read changes, so do the segments.
         swap = torch.arange(30).roll(7 * step).int()
@@ -299,7 +302,7 @@ def test_a_captured_update_reads_clock_rate_and_rows_on_the_device(pooling):
         grad = torch.randn_like(grad)
         clock[UPDATES] = step - 1
         rate.fill_(0.1 * step)
-        gradient.copy_(grad)
+        gradients.values.copy_(grad)
         graph.replay()
         run(cpu, torch.device("cpu"), store, spec, lookup, grad, step=step, rate=0.1 * step)
     assert_rows_close(own, store)

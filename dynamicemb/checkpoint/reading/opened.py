@@ -42,27 +42,38 @@ class Stored:
         folder: where its files are.
         name: the table's name.
         world_size: ranks that wrote it.
-        counts: rows of each rank.
         num_columns: of the scores, 0 if there is no file.
-        num_state: values of optimizer state of each row, -1 if there is no file.
         meta: contents of the JSON file.
-        entry: from the manifest, None without one.
-        clock: from the manifest; 0 without one.
-        files: what the manifest says of its files, by path; empty without one.
-        num_counts: ids in each rank's files of admission counts, None if there are none.
+        entry: from the manifest; of a foreign dump, what names and sizes of its files tell.
+        clock: from the manifest; 0 in a foreign dump.
+        files: what the manifest says of the table's files, by path; empty in a foreign dump.
+        is_foreign: there is no manifest. Then nobody knows checksums, routing, order and seed.
     """
 
     folder: str
     name: str
     world_size: int
-    counts: list[int]
     num_columns: int
-    num_state: int
     meta: dict[str, Any]
-    entry: TableEntry | None
+    entry: TableEntry
     clock: int
     files: dict[str, FileEntry]
-    num_counts: list[int] | None
+    is_foreign: bool = False
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each rank."""
+        return self.entry.counts
+
+    @property
+    def num_state(self) -> int:
+        """Values of optimizer state of each row, -1 if there is no file."""
+        return self.entry.num_state
+
+    @property
+    def num_counts(self) -> list[int] | None:
+        """Ids in each rank's files of admission counts, None if there are none."""
+        return self.entry.num_counters if self.entry.has_counter else None
 
     def path(self, item: str, rank: int) -> str:
         """Return the path of a rank's file."""
@@ -70,7 +81,7 @@ class Stored:
 
     def num_tombstones(self, rank: int) -> int:
         """Return how many ids a rank's file of removed ids holds."""
-        return 0 if self.entry is None else self.entry.num_tombstones[rank]
+        return self.entry.num_tombstones[rank]
 
 
 @dataclass(frozen=True)
@@ -81,17 +92,17 @@ class OpenedDump:
         path: as the user gave it.
         root: the folder of the manifest, or of the dump if there is none.
         folder: where ``path`` is one collection of a dump, its name; else "".
-        manifest: None in a dump of the reference implementation.
+        manifest: of a foreign dump, one that says nothing: without a name, a clock, tables and files.
     """
 
     path: str
     root: str
     folder: str
-    manifest: Manifest | None
+    manifest: Manifest
 
     def stored_table_names(self, disk: FileSystem) -> set[tuple[str, str]]:
         """Return (folder, table) of everything in the dump."""
-        if self.manifest is not None:
+        if not self.manifest.is_foreign:
             found = {(folder, name) for folder, tables in self.manifest.collections.items() for name in tables}
             return {(folder, name) for folder, name in found if not self.folder or folder == self.folder}
         names = set()
@@ -119,13 +130,12 @@ class OpenedDump:
                 f"{lacking} {there}; paths of collections and names of tables must be those of the dump; name the "
                 "tables to load in table_names, or load another dump"
             )
-        if self.manifest is None:
-            return _foreign(join(self.root, folder), table, disk)
+        if self.manifest.is_foreign:
+            return _stored_without_manifest(join(self.root, folder), table, disk)
         return self._ours(folder, table.name, disk)
 
     def _ours(self, folder: str, name: str, disk: FileSystem) -> Stored:
         manifest = self.manifest
-        assert manifest is not None
         entry = manifest.collections[folder][name]
         place = join(self.root, folder) if folder else self.root
         listed = [inside(folder, meta_file(name))] + [
@@ -136,11 +146,9 @@ class OpenedDump:
         files = {join(self.root, path): manifest.files[path] for path in listed}
         meta_path = join(place, meta_file(name))
         check_crc(meta_path, files[meta_path], disk)
-        return Stored(
-            place, name, manifest.world_size, entry.counts, len(entry.score_strategy), entry.num_state,
-            read_json(meta_path, disk), entry, manifest.clock, files,
-            entry.num_counters if entry.has_counter else None,
-        )  # fmt: skip
+        meta = read_json(meta_path, disk)
+        columns = len(entry.score_strategy)
+        return Stored(place, name, manifest.world_size, columns, meta, entry, manifest.clock, files)
 
 
 def open_dump(path: str, disk: FileSystem) -> OpenedDump:
@@ -193,7 +201,7 @@ def find_dump(path: str, disk: FileSystem) -> OpenedDump:
         f"dump {path!r} has no {MANIFEST}, as those of the reference implementation: only the sizes of its files can "
         "be checked",
     )
-    return OpenedDump(path, root, "", None)
+    return OpenedDump(path, root, "", Manifest.foreign())
 
 
 def check_chain(dumps: list[OpenedDump]) -> None:
@@ -205,7 +213,7 @@ def check_chain(dumps: list[OpenedDump]) -> None:
     chain: list[str] = []
     for place, dump in enumerate(dumps):
         manifest = dump.manifest
-        if manifest is None:
+        if manifest.is_foreign:
             if len(dumps) > 1:
                 raise DynamicEmbError(f"{dump.path!r} has no {MANIFEST} and cannot be part of a chain; load it alone")
             return
@@ -278,7 +286,7 @@ def checksum(path: str, size: int, disk: FileSystem) -> int:
 def wrong_files(dump: OpenedDump, disk: FileSystem) -> Iterator[CheckpointCorruptError]:
     """Compare the names and sizes of all files of our format with the manifest; yield what differs."""
     root, manifest = dump.root, dump.manifest
-    if manifest is None:
+    if manifest.is_foreign:
         return
     there = set()
     for name, is_folder in (disk.entries(root) or {}).items():
@@ -293,7 +301,7 @@ def wrong_files(dump: OpenedDump, disk: FileSystem) -> Iterator[CheckpointCorrup
             yield CheckpointCorruptError(join(root, path), f"{entry.size} bytes", got)
 
 
-def _foreign(folder: str, table: DescribedTable, disk: FileSystem) -> Stored:
+def _stored_without_manifest(folder: str, table: DescribedTable, disk: FileSystem) -> Stored:
     """Find out from names and sizes what a folder holds of a table."""
     files = [f for f in map(parse_rank_file, disk.entries(folder) or {}) if f is not None and f.table == table.name]
     world_sizes = sorted({file.world_size for file in files})
@@ -328,14 +336,39 @@ def _foreign(folder: str, table: DescribedTable, disk: FileSystem) -> Stored:
                 wanted = f"{max(0, counts[rank]) * width} bytes for {max(0, counts[rank])} rows"
                 wanted += f" of dim {table.dim}" if item == VALUES else ""
                 raise CheckpointCorruptError(path, wanted, f"{size} bytes" if size >= 0 else "no file")
-    return Stored(
-        folder, table.name, world_size, counts, widths[SCORES] // 8 if max(sizes[SCORES]) >= 0 else 0,
-        widths[OPT_VALUES] // 4 if max(sizes[OPT_VALUES]) >= 0 else -1, meta, None, 0, {},
-        _foreign_counts(folder, table.name, world_size, disk),
-    )  # fmt: skip
+    num_columns = widths[SCORES] // 8 if max(sizes[SCORES]) >= 0 else 0
+    num_state = widths[OPT_VALUES] // 4 if max(sizes[OPT_VALUES]) >= 0 else -1
+    num_counts = _counts_without_manifest(folder, table.name, world_size, disk)
+    entry = _entry(table, meta, num_state, counts, num_counts)
+    return Stored(folder, table.name, world_size, num_columns, meta, entry, 0, {}, is_foreign=True)
 
 
-def _foreign_counts(folder: str, name: str, world_size: int, disk: FileSystem) -> list[int] | None:
+def _entry(
+    table: DescribedTable, meta: dict[str, Any], num_state: int, counts: list[int], num_counts: list[int] | None
+) -> TableEntry:
+    """Return what a manifest would say of a table, as far as it is known."""
+    nothing = [0] * len(counts)
+    return TableEntry(
+        dim=table.dim,
+        dtype="",
+        optimizer=str(meta.get("opt_type", table.optimizer_name)),
+        num_state=num_state,
+        score_strategy=table.strategy_names,
+        dist_type="",
+        num_embeddings=None,
+        seed=0,
+        updates=0,
+        has_counter=num_counts is not None,
+        counts=counts,
+        sizes=counts,
+        num_buckets=nothing,
+        capacities=nothing,
+        num_counters=num_counts or nothing,
+        num_tombstones=nothing,
+    )
+
+
+def _counts_without_manifest(folder: str, name: str, world_size: int, disk: FileSystem) -> list[int] | None:
     """Return how many admission counts each rank wrote, None if none did."""
     sizes = {
         item: [disk.size(join(folder, rank_file(name, item, rank, world_size))) for rank in range(world_size)]

@@ -77,7 +77,7 @@ class Conversion:
 
     def of(self, table: Table, stored: Stored, last: Stored) -> "Conversion":
         """Return the conversion for one table of one dump, ``last`` being the last dump of its chain."""
-        names = tuple(table.strategy_names if stored.entry is None else stored.entry.score_strategy)
+        names = tuple(stored.entry.score_strategy)
         if table.strategy is DynamicEmbScoreStrategy.NO_EVICTION:
             # Without a clock there is only an order.
             offset = self.now - last.clock if last.clock else 0
@@ -125,8 +125,7 @@ def keeps_layout(table: Table, stored: Stored, ranks: Ranks) -> bool:
     """Return whether each rank finds all of its ids, and nothing else, in its own files."""
     entry = stored.entry
     return (
-        entry is not None
-        and stored.world_size == ranks.world_size
+        stored.world_size == ranks.world_size
         and entry.dist_type == table.options.dist_type
         and (entry.dist_type != CONTINUOUS or entry.num_embeddings == table.num_embeddings)
     )

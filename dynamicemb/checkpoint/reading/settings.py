@@ -27,7 +27,7 @@ def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bo
         ValueError: dim, score strategy or optimizer differ.
     """
     entry = stored.entry
-    if entry is not None and entry.dim != table.dim:
+    if entry.dim != table.dim:
         raise ValueError(
             f"table {table} has dim {table.dim}, the dump {entry.dim}; make the table with dim={entry.dim}"
         )
@@ -41,7 +41,7 @@ def check_compatible(table: Table, stored: Stored, optim: bool, fresh_scores: bo
 
 def _check_scores(table: Table, stored: Stored) -> None:
     remedy = "make the table with that strategy, or load with fresh_scores=True"
-    if stored.entry is not None:
+    if not stored.is_foreign:
         if sorted(stored.entry.score_strategy) != sorted(table.strategy_names):
             raise ValueError(
                 f"table {table} has score_strategy {'+'.join(table.strategy_names)}, the dump "
@@ -94,7 +94,7 @@ def _updates(stored: Stored) -> int:
     Raises:
         TypeError, ValueError, OverflowError: it is no such number.
     """
-    updates = saved_iterations(stored.meta) if stored.entry is None else stored.entry.updates
+    updates = saved_iterations(stored.meta) if stored.is_foreign else stored.entry.updates
     if not 0 <= updates <= MAX_SCORE:
         raise ValueError(f"the optimizer's step count in the dump must be in 0..{MAX_SCORE}, got {updates}")
     return updates
@@ -133,7 +133,7 @@ def adopt_settings(tables: list[Table], stored: list[Stored], optim: bool, merge
     for table, part in zip(tables, stored, strict=True):
         if not fresh_scores:
             _adopt_score(table, part, merge)
-        if part.entry is not None and not merge:
+        if not part.is_foreign and not merge:
             adopt_seed(table.group, table.index, part.entry.seed)
         if optim and "opt_type" in part.meta:
             # Tables of one module count together.

@@ -9,7 +9,7 @@ import torch
 from dynamicemb.checkpoint.described import DescribedTable
 from dynamicemb.checkpoint.disk.io import FileSystem
 from dynamicemb.checkpoint.disk.reader import FileReader
-from dynamicemb.checkpoint.format import COUNTER_KEYS, KEYS, SCORES, TableEntry
+from dynamicemb.checkpoint.format import COUNTER_KEYS, KEYS, SCORES
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.reading.opened import Stored, check_crc
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
@@ -48,7 +48,7 @@ def check_true_ids(table: DescribedTable, stored: Stored) -> None:
     Raises:
         DynamicEmbError: as said.
     """
-    if stored.entry is None and stored.meta.get("dist_type") == CONTINUOUS and stored.world_size > 1:
+    if stored.is_foreign and stored.meta.get("dist_type") == CONTINUOUS and stored.world_size > 1:
         raise DynamicEmbError(
             f"table {table}: the dump was written with 'continuous' routing by {stored.world_size} ranks and has no "
             "manifest; the reference implementation stores ids there that are counted from each rank's first one, from "
@@ -74,7 +74,7 @@ def verify(tables: Sequence[DescribedTable], stored: list[list[Stored]], ranks: 
                         check_crc(path, entry, disk)
                 owned += _check_keys(table, part, file_rank, ranks, disk)
                 _check_counted(part, file_rank, disk)
-                if part.entry is None and isinstance(table.strategy, tuple) and part.num_columns:
+                if part.is_foreign and isinstance(table.strategy, tuple) and part.num_columns:
                     newest = _newest(table, part, file_rank, disk)
                     found.newest[str(table)] = max(newest, found.newest.get(str(table), 0))
         found.num_owned[t] = owned.tolist()
@@ -91,7 +91,7 @@ def bytes_to_verify(table: DescribedTable, stored: Stored, ranks: Ranks) -> int:
     """Return what the check of this rank's share reads: all of its files, and some of them once more."""
     writers = range(ranks.rank, stored.world_size, ranks.world_size)
     num_rows = sum(stored.counts[rank] for rank in writers)
-    if stored.entry is None:
+    if stored.is_foreign:
         # Without a clock the newest time is looked for.
         return 8 * num_rows * (3 if isinstance(table.strategy, tuple) else 1)
     ends = tuple(f".rank_{rank}.world_size_{stored.world_size}" for rank in writers)
@@ -108,11 +108,10 @@ def _check_keys(table: DescribedTable, stored: Stored, file_rank: int, ranks: Ra
     for batch in _batches(disk, path, stored.counts[file_rank]):
         ids = batch[:, 0]
         owned += np.bincount(table.owners(torch.from_numpy(ids), ranks.world_size).numpy(), minlength=owned.size)
-        entry = stored.entry
-        if entry is None:
+        if stored.is_foreign:
             continue
-        _check_writer(path, ids, stored, entry, file_rank)
-        buckets = locate(ids, max(1, entry.num_buckets[file_rank]), 1)[0]
+        _check_writer(path, ids, stored, file_rank)
+        buckets = locate(ids, max(1, stored.entry.num_buckets[file_rank]), 1)[0]
         if buckets[0] < last_bucket or (np.diff(buckets) < 0).any():
             raise CheckpointCorruptError(path, "ids in the order of their buckets", "another order")
         if buckets[0] == last_bucket:
@@ -126,7 +125,8 @@ def _check_keys(table: DescribedTable, stored: Stored, file_rank: int, ranks: Ra
     return owned
 
 
-def _check_writer(path: str, ids: np.ndarray, stored: Stored, entry: TableEntry, file_rank: int) -> None:
+def _check_writer(path: str, ids: np.ndarray, stored: Stored, file_rank: int) -> None:
+    entry = stored.entry
     writers = owner_of(torch.from_numpy(ids), stored.world_size, entry.dist_type, entry.num_embeddings).numpy()
     if (writers != file_rank).any():
         stray = int(ids[writers != file_rank][0])
@@ -135,11 +135,11 @@ def _check_writer(path: str, ids: np.ndarray, stored: Stored, entry: TableEntry,
 
 def _check_counted(stored: Stored, file_rank: int, disk: FileSystem) -> None:
     """Check the ids of one of our files of admission counts."""
-    if stored.entry is None or stored.num_counts is None:
+    if stored.is_foreign or stored.num_counts is None:
         return
     path = stored.path(COUNTER_KEYS, file_rank)
     for batch in _batches(disk, path, stored.num_counts[file_rank]):
-        _check_writer(path, batch[:, 0], stored, stored.entry, file_rank)
+        _check_writer(path, batch[:, 0], stored, file_rank)
 
 
 def _newest(table: DescribedTable, stored: Stored, file_rank: int, disk: FileSystem) -> int:

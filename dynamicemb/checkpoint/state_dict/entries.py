@@ -147,7 +147,5 @@ class Description:
         """Return what a load asks about a table in a dump."""
         # Without state there is no entry, as without a file.
         entry = replace(self.entry, num_state=self.entry.num_state or -1)
-        return Stored(
-            "", table.name, len(entry.counts), entry.counts, len(entry.score_strategy), entry.num_state,
-            self.meta, entry, self.clock, {}, entry.num_counters if entry.has_counter else None,
-        )  # fmt: skip
+        columns = len(entry.score_strategy)
+        return Stored("", table.name, len(entry.counts), columns, self.meta, entry, self.clock, {})

@@ -106,9 +106,9 @@ def open_chain(tables: list[Table], marks: list[Mark], paths: tuple[str, ...], o
         return Chain()
     dumps = [open_dump(path, disk) for path in paths]
     check_chain(dumps)
-    if dumps[-1].manifest is None:
+    if dumps[-1].manifest.is_foreign:
         raise DynamicEmbError(f"base {paths[-1]!r} has no manifest; an increment needs a dump of this package")
-    chain = Chain([dump.manifest.dump_id for dump in dumps if dump.manifest is not None])
+    chain = Chain([dump.manifest.dump_id for dump in dumps])
     for table, mark in zip(tables, marks, strict=True):
         if mark.dump_id != chain.ids[-1]:
             raise DynamicEmbError(

@@ -108,9 +108,9 @@ class Contents:
 
 
 def live(table: Table, selected: Selected) -> Contents:
-    """Return a table as it is; it is locked until the context is left."""
+    """Return a table as it is; the caller has its turn until the context is left."""
     with ExitStack() as stack:
-        stack.enter_context(table.group.lock)
+        stack.enter_context(table.group.turn())
         contents = _contents(table, selected, _BLOCK_BYTES, stack)
         contents.resources = stack.pop_all()
     return contents
@@ -120,7 +120,7 @@ def copied(tables: list[Table], selected: list[Selected]) -> list[Contents]:
     """Return tables as they are at one moment, copied to host memory; it is freed as it is read."""
     with ExitStack() as copies, ExitStack() as locks:
         for table in tables:
-            locks.enter_context(table.group.lock)
+            locks.enter_context(table.group.turn())
         found = [copies.enter_context(_copy(*pair)) for pair in zip(tables, selected, strict=True)]
         # From here on each of them is a context of its own.
         copies.pop_all()

@@ -130,7 +130,7 @@ def admit(
     staged = number_of[leader_of]
     rejected = staged >= 0
     owners = candidates.tables[torch.from_numpy(leader_of[rejected])]
-    index.counters[:, NON_ADMITTED] += torch.bincount(owners, minlength=index.num_tables)
+    index.tallies[:, NON_ADMITTED] += torch.bincount(owners, minlength=index.num_tables)
     return Verdict(torch.from_numpy(missing[rejected]), rows[torch.from_numpy(staged[rejected])], stage, frequencies)
 
 
@@ -152,7 +152,7 @@ def _decide(index: Index, admission: Admission, candidates: Candidates) -> tuple
     totals = amounts.clone()
     unknown = np.zeros(ids.numel(), np.bool_)
     _count_kernel(
-        index_view(counter), ids.numpy(), tables, limits, totals.numpy(), admitted, unknown, counter.counters.numpy()
+        index_view(counter), ids.numpy(), tables, limits, totals.numpy(), admitted, unknown, counter.tallies.numpy()
     )
     new = torch.from_numpy(unknown)
     ranges = torch.searchsorted(candidates.tables[new], torch.arange(len(candidates.ranges), device="cpu"))
@@ -227,7 +227,7 @@ def _elect_kernel(batch, missing, leader_of, leaders, tables, amounts, claims):
 
 
 @njit(cache=True, nogil=True)
-def _count_kernel(view, ids, tables, limits, totals, admitted, unknown, counters):
+def _count_kernel(view, ids, tables, limits, totals, admitted, unknown, tallies):
     """Add what the counter knows to ``totals``; forget ids that reach their limit, keep the sum of the others."""
     for k in range(ids.size):
         t = tables[k]
@@ -241,7 +241,7 @@ def _count_kernel(view, ids, tables, limits, totals, admitted, unknown, counters
             admitted[k] = True
             if slot >= 0:
                 write_u8(view.digests, slot, 1)
-                counters[t, ERASED] += 1
+                tallies[t, ERASED] += 1
         elif slot >= 0:
             write_i64(view.scores, slot, totals[k])
             write_i32(view.tags, slot, view.step)

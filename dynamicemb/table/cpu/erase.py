@@ -28,7 +28,7 @@ def erase(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.
         begin, end = int(table_ranges[t]), int(table_ranges[t + 1])
         if begin < end:
             _erase_kernel(index_view(index), t, ids.numpy()[begin:end], erased[begin:end])
-            index.counters[t, ERASED] += int(erased[begin:end].sum())
+            index.tallies[t, ERASED] += int(erased[begin:end].sum())
     return torch.from_numpy(erased)
 
 

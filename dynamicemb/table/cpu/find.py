@@ -33,7 +33,7 @@ def find(
         index: the group's index.
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
-        touch: whether scores, tags and the hit and miss counters change.
+        touch: whether scores, tags and the hit and miss tallies change.
         frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only tables that count read it.
 
     Returns:
@@ -54,12 +54,12 @@ def find(
         rows.data_ptr(),
         0 if frequencies is None else frequencies.data_ptr(),
     )
-    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch, index.counters.numpy())
+    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch, index.tallies.numpy())
     return rows
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def _find_kernel(view, batch, num_ids, touch, counts, scratch, counters):
+def _find_kernel(view, batch, num_ids, touch, counts, scratch, tallies):
     parts = counts.shape[0]
     _, table_ranges, _, _ = batch
     for part in prange(parts):
@@ -76,8 +76,8 @@ def _find_kernel(view, batch, num_ids, touch, counts, scratch, counters):
     if touch:
         for t in range(view.num_tables):
             hits = counts[:, t].sum()
-            counters[t, HITS] += hits
-            counters[t, MISSES] += read_i64(table_ranges, t + 1) - read_i64(table_ranges, t) - hits
+            tallies[t, HITS] += hits
+            tallies[t, MISSES] += read_i64(table_ranges, t + 1) - read_i64(table_ranges, t) - hits
 
 
 @njit

@@ -68,11 +68,11 @@ def insert(
     )
     _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
     counted = counts.sum(0)
-    counters = index.counters.numpy()
-    counters[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED] + counted[:, _EXPIRED]
-    counters[:, EVICTED] += counted[:, _EVICTED]
-    counters[:, FAILED] += counted[:, _FAILED]
-    counters[:, EXPIRED] += counted[:, _EXPIRED]
+    tallies = index.tallies.numpy()
+    tallies[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED] + counted[:, _EXPIRED]
+    tallies[:, EVICTED] += counted[:, _EVICTED]
+    tallies[:, FAILED] += counted[:, _FAILED]
+    tallies[:, EXPIRED] += counted[:, _EXPIRED]
     new = (outcome == _INSERTED) | (outcome == _EVICTED) | (outcome == _EXPIRED)
     evicted = outcome == _EVICTED
     return InsertResult(

@@ -7,10 +7,10 @@ import torch
 from numba import get_num_threads, njit, prange
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.cpu.group import group_by_row
 from dynamicemb.table.cpu.memory import F32, f32_at, read_f32, read_i32, read_i64
-from dynamicemb.table.cpu.pool import bag_position, bag_scale, bags_view
+from dynamicemb.table.cpu.pool import BagsView, bag_position, bag_scale, bags_view
 from dynamicemb.table.cpu.rules import apply_rule, rule_of, store_stochastic
+from dynamicemb.table.cpu.segments import group_by_row
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.cpu.vectors import (
     DTYPE_CODES,
@@ -26,9 +26,8 @@ from dynamicemb.table.cpu.vectors import (
     store_scaled,
     store_view,
 )
+from dynamicemb.table.gradients import Bags, Gradients
 from dynamicemb.table.index import UPDATES
-from dynamicemb.table.layout import POOLING_NONE
-from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowStore
 
 _AHEAD = 8
@@ -60,23 +59,21 @@ class GradientView(NamedTuple):
 def update(
     store: RowStore,
     spec: OptimizerSpec,
-    lookup: Lookup,
-    grad: torch.Tensor,
+    gradients: Gradients,
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
 ) -> None:
-    """Apply one optimizer step to every row of a lookup, in place.
+    """Apply one optimizer step to every row of a batch, in place.
 
     The gradient of a row is the fp32 sum over its occurrences, in their order, of the incoming gradient (clamped to
     +-max_gradient if the spec clips) times the occurrence's factor: 1, for MEAN 1 / bag length, times its weight.
-    ``grad`` itself is not changed. Occurrences with row -1 are dropped. A row is read and written once.
+    The gradients themselves are not changed. Occurrences with row -1 are dropped. A row is read and written once.
 
     Args:
         store: the rows.
         spec: the optimizer.
-        lookup: occurrences of the forward.
-        grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
+        gradients: of the occurrences.
         clock: i64 ``[CLOCK_SIZE]``; UPDATES counts this step, in place, and is then its number: Adam's t and the step
             of stochastic rounding.
         learning_rate: f32 ``[1]``, used in place of the spec's.
@@ -85,9 +82,9 @@ def update(
     Host sync: none (CPU). Bytes moved: 2 U * row size + N * D * gradient size + 40 N.
     """
     clock.numpy()[UPDATES] += 1
-    groups = group_by_row(lookup.rows)
+    groups = group_by_row(gradients.rows)
     if groups[0].numel():
-        _launch(lookup.rows, store, (spec, clock, learning_rate, table_keys), lookup, grad, groups)
+        _launch(gradients.rows, store, (spec, clock, learning_rate, table_keys), gradients, groups)
 
 
 @launcher("rows")
@@ -95,8 +92,7 @@ def _launch(
     rows: torch.Tensor,
     store: RowStore,
     step: tuple[OptimizerSpec, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    lookup: Lookup,
-    grad: torch.Tensor,
+    gradients: Gradients,
     groups: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     spec, clock, learning_rate, table_keys = step
@@ -108,18 +104,13 @@ def _launch(
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
     num_parts = get_num_threads()
     scratch_dim = (max(row_format.dim for row_format in store.formats) + 15) // 16 * 16
-    grad, ids, table_ranges = grad.contiguous(), lookup.ids.contiguous(), lookup.table_ranges.contiguous()
-    offsets, weights = lookup.offsets.contiguous(), lookup.per_sample_weights
-    if weights is not None:
-        weights = weights.contiguous()
-    num_located = 0 if lookup.layout.pooling == POOLING_NONE else lookup.rows.numel()
-    positions = torch.empty(num_located, dtype=torch.int64, device="cpu")
-    scales = torch.empty(num_located, dtype=torch.float32, device="cpu")
+    grad, ids, table_ranges = gradients.values, gradients.ids.contiguous(), gradients.table_ranges.contiguous()
+    positions, scales, bags = _places(gradients)
     scratch = torch.empty(num_parts * 3 * scratch_dim, dtype=torch.float32, device="cpu")
     gradient = GradientView(
         grad=grad.data_ptr(),
         dtype=DTYPE_CODES[grad.dtype],
-        positions=positions.data_ptr() if num_located else 0,
+        positions=0 if positions is None else positions.data_ptr(),
         scales=scales.data_ptr(),
         order=order.data_ptr(),
         starts=starts.data_ptr(),
@@ -132,13 +123,34 @@ def _launch(
         scratch_dim=scratch_dim,
         clip=np.float32(spec.max_gradient if spec.gradient_clipping else 0.0),
     )
-    bags = bags_view(rows, offsets, lookup.layout, weights)
-    _update(store_view(store), rule_of(spec, float(learning_rate), iteration), gradient, bags, num_parts)
+    rule = rule_of(spec, float(learning_rate), iteration)
+    _update(store_view(store), rule, gradient, _bags_view(rows, bags), num_parts)
+
+
+def _places(gradients: Gradients) -> tuple[torch.Tensor | None, torch.Tensor, Bags | None]:
+    """Return bytes and factors of ``GradientView``, and the bags, made contiguous, that write them."""
+    num, bags, places, scales = gradients.rows.numel(), gradients.bags, gradients.places, gradients.scales
+    if places is not None:
+        ones = torch.ones(num, dtype=torch.float32, device="cpu")
+        return places * gradients.values.element_size(), ones if scales is None else scales.contiguous(), None
+    if bags is None:
+        return None, torch.empty(0, dtype=torch.float32, device="cpu"), None
+    weights = bags.per_sample_weights
+    bags = Bags(bags.offsets.contiguous(), bags.layout, None if weights is None else weights.contiguous())
+    positions = torch.empty(num, dtype=torch.int64, device="cpu")
+    return positions, torch.empty(num, dtype=torch.float32, device="cpu"), bags
+
+
+def _bags_view(rows: torch.Tensor, bags: Bags | None) -> BagsView:
+    """Return the addresses of bags; without bags nothing but the rows, and no bag."""
+    if bags is None:
+        return BagsView(rows.data_ptr(), rows.numel(), 0, 0, 0, 0, 0, 0, 0, 0)
+    return bags_view(rows, bags.offsets, bags.layout, bags.per_sample_weights)
 
 
 @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
 def _update(store, rule, gradient, bags, num_parts):
-    if gradient.positions:
+    if bags.num_bags:
         for part in prange(num_parts):
             _locate_part(bags, gradient, part, num_parts)
     for part in prange(num_parts):

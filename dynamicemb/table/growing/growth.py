@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,7 +15,7 @@ from dynamicemb.table.growing.relocation import grow
 from dynamicemb.table.index import EVICTED, FAILED, Index
 from dynamicemb.table.memory import is_out_of_memory
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.stats import CounterReader, occurrences_of, size_of
+from dynamicemb.table.stats import TallyReader, occurrences_of, size_of
 from dynamicemb.table.steps import StepTracker
 from dynamicemb.warn import warn
 
@@ -42,7 +43,7 @@ class Growth:
     where a bucket is full before the table is: theirs is the load below which that is out of the question.
     """
 
-    def __init__(self, names: list[str], limits: GrowthLimits, bucket_capacity: int, reader: CounterReader):
+    def __init__(self, names: list[str], limits: GrowthLimits, bucket_capacity: int, reader: TallyReader):
         """Begin with the tables as ``reader`` knows them."""
         self._names = names
         self._load_factors = limits.max_load_factors
@@ -61,8 +62,8 @@ class Growth:
         del state["_reader"]
         return state
 
-    def resume(self, reader: CounterReader) -> None:
-        """Go on in a copy, whose counters ``reader`` reads."""
+    def resume(self, reader: TallyReader) -> None:
+        """Go on in a copy, whose tallies ``reader`` reads."""
         self._reader = reader
         self._offered = sum(map(occurrences_of, reader.latest()))
 
@@ -160,31 +161,38 @@ class Growth:
         )
 
 
-def make_room(
-    growth: Growth,
-    index: Index,
-    store: RowStore,
-    kernels: Kernels,
-    capacities: list[int],
-    steps: StepTracker,
-    num_ids: int,
-    new: Callable[[list[int]], list[torch.Tensor]],
-) -> None:
-    """Grow the tables that an insert would fill beyond their threshold.
+class Growable(Protocol):
+    """Tables that grow together: what of their group growth reads and changes.
 
-    Args:
+    Attributes:
         growth: the tables' bounds.
         index: the group's index.
         store: the group's rows.
         kernels: of the device.
-        capacities: rows of each table; changed in place.
+        capacities: rows of each table.
         steps: which steps protect their ids.
+    """
+
+    growth: Growth
+    index: Index
+    store: RowStore
+    kernels: Kernels
+    capacities: list[int]
+    steps: StepTracker
+
+
+def make_room(group: Growable, num_ids: int, new: Callable[[list[int]], list[torch.Tensor]]) -> None:
+    """Grow the tables that an insert would fill beyond their threshold.
+
+    Args:
+        group: the tables.
         num_ids: occurrences of the batch.
         new: called with tables, returns which distinct ids of the batch each of them does not hold, i64.
 
     Host sync: none while no table can come near its threshold.
     """
-    tables = growth.may_cross(capacities, num_ids, steps.oldest())
+    growth, index, capacities = group.growth, group.index, group.capacities
+    tables = growth.may_cross(capacities, num_ids, group.steps.oldest())
     if not tables:
         return
     sizes = growth.ask()
@@ -196,31 +204,27 @@ def make_room(
         factor = growth.factor(table, capacity, size)
         if growth.may_crowd(table, capacity * factor, size):
             most = growth.last_factor(table, capacity, size)
-            roomy = roomy_factor(index, table, ids, taken_slots(index, steps.next_lag(), None), factor, most)
+            taken = taken_slots(index, group.steps.next_lag(), None)
+            roomy = roomy_factor(index, table, ids, taken, factor, most)
             if roomy is None:
                 growth.warn_of_crowding(table)
             factor = roomy or factor
-        capacities[table] *= grow_by(growth, index, store, kernels, table, capacity, factor)
+        grow_by(group, table, factor)
 
 
-def grow_by(
-    growth: Growth, index: Index, store: RowStore, kernels: Kernels, table: int, capacity: int, factor: int
-) -> int:
-    """Grow a table by ``factor``, or where memory does not suffice by less and for the last time.
-
-    Returns:
-        by how much it grew, 1 if not at all.
-    """
+def grow_by(group: Growable, table: int, factor: int) -> None:
+    """Grow a table by ``factor``, or where memory does not suffice by less and for the last time."""
     failure: Exception | None = None
     while factor > 1:
         try:
-            grow(index, store, kernels, table, factor)
+            grow(group.index, group.store, group.kernels, table, factor)
             break
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)
         factor //= 2
+    capacity = factor * group.capacities[table]
     if failure is not None:
-        growth.stop(table, factor * capacity, failure)
-    return factor
+        group.growth.stop(table, capacity, failure)
+    group.capacities[table] = capacity

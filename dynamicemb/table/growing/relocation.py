@@ -55,6 +55,7 @@ def grow(index: Index, store: RowStore, kernels: Kernels, table: int, factor: in
     # Only now does anything change: all memory has been found.
     store.add_chunk(table, chunk)
     for name, column in grown.items():
+        _release(getattr(index, name))
         setattr(index, name, column)
     index.bucket_offsets[table + 1 :] += added // index.bucket_capacity
     index.entries_moved()
@@ -75,6 +76,12 @@ def rebuild(index: Index, kernels: Kernels, table: int) -> None:
     for name, column in new.items():
         getattr(index, name)[begin:end] = column
     index.entries_moved()
+
+
+def _release(column: torch.Tensor) -> None:
+    """Let the kernels of this stream end before the memory of an array goes to those of the stream that made it."""
+    if column.is_cuda:
+        column.record_stream(torch.cuda.current_stream(column.device))
 
 
 def _columns(index: Index) -> list[str]:

@@ -12,7 +12,7 @@ from dynamicemb.table.scores import MAX_IMPORTED_COUNT
 
 
 class CountImport(ImportStep):
-    """Fills the counter of one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
+    """Fills the counter of one table of a group, batch after batch. Use it as a context, which has the turn.
 
     Where more ids come than a bucket of the counter holds, those with the highest counts stay, as in ``RowImport``. Ids
     that have a row are passed over: what is in the table is not counted.

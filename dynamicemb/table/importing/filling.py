@@ -22,7 +22,7 @@ def fill(group: TableGroup, table: int, target: int) -> int:
     """
     generator = torch.Generator().manual_seed(table_key(group.seeds[table], group.names[table]) % _END)
     idle = 0
-    with group.lock:
+    with group.turn():
         group.erase_expired(table)
         size = group.size(table)
         while size < target and idle < _IDLE_ROUNDS:

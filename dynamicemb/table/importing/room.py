@@ -106,7 +106,7 @@ class Room:
         index = self._index
         index.digests[slots] = DIGEST_ERASED
         index.tags[slots] = 0
-        index.counters[self._table, EVICTED] += slots.numel()
+        index.tallies[self._table, EVICTED] += slots.numel()
 
 
 def _bucket_of(ids: torch.Tensor, num_buckets: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.growing.growth import grow_by
 from dynamicemb.table.importing.room import Room, last_of_each
 from dynamicemb.table.importing.step import ImportStep
 from dynamicemb.table.index import ERASED, NOW, SEEN, UPDATES
@@ -17,7 +16,7 @@ from dynamicemb.table.scores import MAX_IMPORTED_COUNT, SCORE_COMPOUND, SCORE_LF
 
 
 class RowImport(ImportStep):
-    """Fills one table of a group, batch after batch. Use it as a context: the group is locked meanwhile.
+    """Fills one table of a group, batch after batch. Use it as a context, which has the turn.
 
     Gradients of steps that began before are dropped, whether an id stays or not: its row may be another one.
 
@@ -69,7 +68,7 @@ class RowImport(ImportStep):
     def _close(self) -> None:
         del self._slot_index
         self._group.epoch += 1
-        _read_counters(self._group)
+        _read_tallies(self._group)
 
     def _look(self) -> None:
         """Take in where the table's slots are, and what time it is."""
@@ -90,15 +89,14 @@ class RowImport(ImportStep):
         if group.growth is None:
             return
         factor = group.growth.factor(t, group.capacities[t], group.size(t) + self._num_ids)
-        args = (group.growth, group.index, group.store, group.kernels)
-        group.capacities[t] *= grow_by(*args, t, group.capacities[t], factor)
+        group.grow(t, factor)
 
     def _make_room(self, ids: torch.Tensor) -> None:
         """Let the table grow for a batch, if it may and more came than was said."""
         group = self._group
         if group.growth is None:
             return
-        _read_counters(group)
+        _read_tallies(group)
         before = group.index.num_slots
         group.make_room_for(ids, lambda: group.ranges_of(self._table, ids.numel()))
         if group.index.num_slots != before:
@@ -203,16 +201,16 @@ class _Rows(NamedTuple):
 
 def clear(group: TableGroup, table: int) -> None:
     """Remove all ids of a table; gradients of steps so far are dropped, also of ids that return."""
-    with group.lock:
+    with group.turn():
         group.steps.replace_rows(table)
         index = group.index
         slots = index.slots_of(table)
-        index.counters[table, ERASED] += group.size(table)
+        index.tallies[table, ERASED] += group.size(table)
         index.digests[slots] = DIGEST_EMPTY
         index.tags[slots] = 0
         group.marks.pop(table, None)
         group.epoch += 1
-        _read_counters(group)
+        _read_tallies(group)
         clear_counts(group, table)
 
 
@@ -223,35 +221,35 @@ def clear_counts(group: TableGroup, table: int) -> None:
     counter, reader = group.admission.counter, group.admission_reader
     assert reader is not None
     slots = counter.slots_of(table)
-    counter.counters[table, ERASED] += (counter.digests[slots] >= FIRST_DIGEST).sum()
+    counter.tallies[table, ERASED] += (counter.digests[slots] >= FIRST_DIGEST).sum()
     counter.digests[slots] = DIGEST_EMPTY
     counter.tags[slots] = 0
     reader.wait()
 
 
-def _read_counters(group: TableGroup) -> None:
+def _read_tallies(group: TableGroup) -> None:
     """Tell growth and statistics the new sizes: test_c19_a_table_that_was_loaded_grows_in_time."""
-    group.counter_reader.wait()
+    group.tally_reader.wait()
     if group.growth is not None:
-        group.growth.resume(group.counter_reader)
+        group.growth.resume(group.tally_reader)
 
 
 def adopt_clock(group: TableGroup, now: int) -> None:
     """Make the next step later than ``now``, Unix nanoseconds."""
-    with group.lock:
+    with group.turn():
         group.index.clock[[NOW, SEEN]] = max(int(group.index.clock[SEEN]), now)
 
 
 def adopt_score(group: TableGroup, table: int, value: int, keep: bool) -> None:
     """Make a STEP table go on after step ``value``; with ``keep``, unless it is further already."""
-    with group.lock:
+    with group.turn():
         values = group.index.score_values
         values[table] = max(int(values[table]), value) if keep else value
 
 
 def adopt_seed(group: TableGroup, table: int, seed: int) -> None:
     """Give ids to come the first values that ``seed`` makes."""
-    with group.lock:
+    with group.turn():
         group.seeds[table] = seed
         key = int(np.array([table_key(seed, group.names[table])], dtype=np.uint64).view(np.int64)[0])
         group.initializers.keys[table] = key
@@ -262,12 +260,12 @@ def adopt_seed(group: TableGroup, table: int, seed: int) -> None:
 
 def adopt_initial_state(group: TableGroup, value: float) -> None:
     """Start the optimizer state of ids to come at ``value``."""
-    with group.lock:
+    with group.turn():
         group.set_state_value(value)
 
 
 def adopt_updates(group: TableGroup, updates: int, keep: bool) -> None:
     """Count optimizer applications on from ``updates``; with ``keep``, unless there were more."""
-    with group.lock:
+    with group.turn():
         clock = group.index.clock
         clock[UPDATES] = max(int(clock[UPDATES]), updates) if keep else updates

@@ -1,5 +1,6 @@
 """What an import of rows and one of counts share."""
 
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,7 @@ _Import = TypeVar("_Import", bound="ImportStep")
 
 
 class ImportStep:
-    """A context in which one table of a group is filled: the group is locked, and a step of its own has begun.
+    """A context in which one table of a group is filled: the group has its turn, and a step of its own has begun.
 
     What the import itself looks up is not counted.
 
@@ -22,6 +23,8 @@ class ImportStep:
     """
 
     _room: Room
+    _step: Step
+    _stack: ExitStack
 
     def __init__(self, group: TableGroup, index: Index, table: int) -> None:
         """Prepare an import into a table of ``index``, which is the group's or that of its admission counter."""
@@ -29,7 +32,6 @@ class ImportStep:
         self._group = group
         self._index = index
         self._table = table
-        self._step: Step | None = None
         self._looked_up = torch.empty(0)
 
     def _empty(self) -> None:
@@ -46,27 +48,20 @@ class ImportStep:
 
     def __enter__(self: _Import) -> _Import:
         group = self._group
-        group.lock.acquire()
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(group.turn())
             self._empty()
             # Erased slots of a group without any step would pass for protected.
             self._step = group.begin_step(training=False)
+            stack.callback(self._step.finish)
             self._prepare()
-            self._looked_up = self._index.counters[self._table, [HITS, MISSES]].clone()
-        except BaseException:
-            if self._step is not None:
-                self._step.finish()
-            group.lock.release()
-            raise
+            self._looked_up = self._index.tallies[self._table, [HITS, MISSES]].clone()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self._index.counters[self._table, [HITS, MISSES]] = self._looked_up
-            self._close()
-            assert self._step is not None
-            self._step.finish()
-        finally:
+        with self._stack:
             # It holds 4 bytes for each slot of the group.
-            del self._room
-            self._group.lock.release()
+            self._stack.callback(delattr, self, "_room")
+            self._index.tallies[self._table, [HITS, MISSES]] = self._looked_up
+            self._close()

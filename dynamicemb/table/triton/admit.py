@@ -30,7 +30,7 @@ from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
 from dynamicemb.table.triton.judged import Judged
-from dynamicemb.table.triton.missing import MISSING_COUNT, Leaders, Missing
+from dynamicemb.table.triton.missing import MISSING_LENGTH, Leaders, Missing
 from dynamicemb.table.triton.order import order
 from dynamicemb.table.triton.reject import reject
 from dynamicemb.table.triton.settle import settle
@@ -149,7 +149,7 @@ def _ask(
     missing: Missing, judged: Judged,
 ) -> torch.Tensor:  # fmt: skip
     """Ask the user's strategy about the leaders; mark those that lost, and return who they are, ascending."""
-    number = int(missing.tensor("counts", MISSING_COUNT + 1)[MISSING_COUNT]) + 1
+    number = int(missing.tensor("lengths", MISSING_LENGTH + 1)[MISSING_LENGTH]) + 1
     occurrences = missing.tensor("victim_ids", number) & 0xFFFFFFFF
     places = -2 - rows[occurrences].long()
     leads = missing.tensor("claims", missing.num_claims)[places] == occurrences

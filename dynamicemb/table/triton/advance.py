@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import SCORE_MIXED, SCORE_NO_EVICTION, SCORE_STEP, SCORE_TIMESTAMP
+from dynamicemb.table.index import Index
+from dynamicemb.table.triton.constants import (
+    NOW,
+    OLDEST,
+    SCORE_MIXED,
+    SCORE_NO_EVICTION,
+    SCORE_STEP,
+    SCORE_TIMESTAMP,
+    SEEN,
+    STEP,
+)
 from dynamicemb.table.triton.launch import launch, padded_tables
-
-_NOW = tl.constexpr(NOW)
-_OLDEST = tl.constexpr(OLDEST)
-_SEEN = tl.constexpr(SEEN)
-_STEP = tl.constexpr(STEP)
-_SCORE_MIXED = tl.constexpr(SCORE_MIXED)
-_SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
-_SCORE_STEP = tl.constexpr(SCORE_STEP)
-_SCORE_TIMESTAMP = tl.constexpr(SCORE_TIMESTAMP)
 
 
 def advance(index: Index, lag: int, training: bool = True) -> None:
@@ -59,7 +59,7 @@ def observe_time(index: Index, lag: int) -> None:
 
 def rebase(index: Index, shift: int) -> None:
     """Lower all tags, at least to 0, and the step number by ``shift``."""
-    index.clock[STEP] -= shift
+    index.clock[STEP.value] -= shift
     torch.clamp(index.tags.sub_(shift), min=0, out=index.tags)
 
 
@@ -69,40 +69,40 @@ def advance_clock(
     STRATEGY: tl.constexpr, TRAINING: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
     """Begin a step; for one program to call."""
-    step = tl.load(clock_ptr + _STEP) + 1
+    step = tl.load(clock_ptr + STEP) + 1
     if DEVICE_TIME:
         time = globaltimer()
     else:
         time = host_time
-    now = tl.maximum(tl.load(clock_ptr + _SEEN) + 1, time)
-    tl.store(clock_ptr + _STEP, step)
-    tl.store(clock_ptr + _OLDEST, tl.maximum(step - lag, 1))
-    tl.store(clock_ptr + _NOW, now)
-    tl.store(clock_ptr + _SEEN, now)
+    now = tl.maximum(tl.load(clock_ptr + SEEN) + 1, time)
+    tl.store(clock_ptr + STEP, step)
+    tl.store(clock_ptr + OLDEST, tl.maximum(step - lag, 1))
+    tl.store(clock_ptr + NOW, now)
+    tl.store(clock_ptr + SEEN, now)
     t = tl.arange(0, TABLES)
-    if (STRATEGY == _SCORE_TIMESTAMP) | (STRATEGY == _SCORE_NO_EVICTION):
+    if (STRATEGY == SCORE_TIMESTAMP) | (STRATEGY == SCORE_NO_EVICTION):
         tl.store(score_values_ptr + t, tl.zeros([TABLES], tl.int64) + now, mask=t < num_tables)
-    if (STRATEGY == _SCORE_STEP) & TRAINING:
+    if (STRATEGY == SCORE_STEP) & TRAINING:
         value = tl.load(score_values_ptr + t, mask=t < num_tables, other=0)
         tl.store(score_values_ptr + t, value + 1, mask=t < num_tables)
-    if STRATEGY >= _SCORE_MIXED:
+    if STRATEGY >= SCORE_MIXED:
         strategy = tl.load(strategies_ptr + t, mask=t < num_tables, other=-1)
-        value = tl.load(score_values_ptr + t, mask=strategy == _SCORE_STEP, other=0)
+        value = tl.load(score_values_ptr + t, mask=strategy == SCORE_STEP, other=0)
         if TRAINING:
             value += 1
-        timed = (strategy == _SCORE_TIMESTAMP) | (strategy == _SCORE_NO_EVICTION)
-        tl.store(score_values_ptr + t, tl.where(timed, now, value), mask=timed | (strategy == _SCORE_STEP))
+        timed = (strategy == SCORE_TIMESTAMP) | (strategy == SCORE_NO_EVICTION)
+        tl.store(score_values_ptr + t, tl.where(timed, now, value), mask=timed | (strategy == SCORE_STEP))
 
 
 @triton.jit(do_not_specialize=["lag", "host_time"])
 def _observe_kernel(clock_ptr, lag, host_time, DEVICE_TIME: tl.constexpr):
-    oldest = tl.load(clock_ptr + _STEP) + 1 - lag
-    tl.store(clock_ptr + _OLDEST, tl.maximum(tl.load(clock_ptr + _OLDEST), oldest))
+    oldest = tl.load(clock_ptr + STEP) + 1 - lag
+    tl.store(clock_ptr + OLDEST, tl.maximum(tl.load(clock_ptr + OLDEST), oldest))
     if DEVICE_TIME:
         time = globaltimer()
     else:
         time = host_time
-    tl.store(clock_ptr + _SEEN, tl.maximum(tl.load(clock_ptr + _SEEN), time))
+    tl.store(clock_ptr + SEEN, tl.maximum(tl.load(clock_ptr + SEEN), time))
 
 
 @triton.jit(do_not_specialize=["lag", "host_time", "num_tables"])

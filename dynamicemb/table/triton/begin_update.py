@@ -1,20 +1,20 @@
 """Begin an update: count it, find the gradient of every occurrence, and group the occurrences of a small batch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import UPDATES
-from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.gradients import Gradients
+from dynamicemb.table.layout import POOLING_MEAN
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.group import PIECE, most_long_segments, pack
+from dynamicemb.table.triton.constants import UPDATES
 from dynamicemb.table.triton.launch import carve, cdiv, launch
 from dynamicemb.table.triton.pool import bag_table_and_place
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
+from dynamicemb.table.triton.segments import PIECE, most_long_segments, pack
 
 # Occurrences of a batch that are sorted by comparing each with all others: one kernel in the place of torch's sort,
 # whose launches alone take the host 50 us and more.
@@ -22,9 +22,17 @@ MOST_RANKED = 8192
 # Occurrences of a program, with and without ranking, and how many it compares them with at a time.
 _RANKED = 32
 _LOCATED = 256
-_COMPARED = 128
+_COMPARED = tl.constexpr(128)
+_PIECE = tl.constexpr(PIECE)
 
-_UPDATES = tl.constexpr(UPDATES)
+
+class _BagShape(NamedTuple):
+    """What locating gradients is compiled for: whether they are to be located, and what makes their factors."""
+
+    pooled: bool
+    mean: bool
+    weighted: bool
+    scaled: bool
 
 
 @dataclass(slots=True)
@@ -38,7 +46,7 @@ class Scratch:
         order: i64 ``[N]``, of ``Groups``, for a small batch.
         partials: f32 ``[2, N // PIECE + 1, block_dim]``, the sums of first pieces, then of all others: two pieces of
             either kind begin at least PIECE occurrences apart.
-        places: i64 ``[N]``, where in ``[B, total_D]`` an occurrence's gradient starts; None without pooling.
+        places: i64 ``[N]``, where an occurrence's gradient starts, as in ``Gradients``; None: one after the other.
         scales: f32 ``[N]``, its factor; None where all are 1.
     """
 
@@ -51,12 +59,11 @@ class Scratch:
     scales: Any
 
     @classmethod
-    def allocate(cls, lookup: Lookup, block_dim: int) -> "Scratch":
-        """Allocate for a lookup."""
-        num = lookup.rows.numel()
-        pooling = lookup.layout.pooling
-        pooled = pooling != POOLING_NONE
-        scaled = pooled and (pooling == POOLING_MEAN or lookup.per_sample_weights is not None)
+    def allocate(cls, gradients: Gradients, block_dim: int) -> "Scratch":
+        """Allocate for a batch."""
+        num, bags = gradients.rows.numel(), gradients.bags
+        pooled = bags is not None
+        scaled = bags is not None and (bags.layout.pooling == POOLING_MEAN or bags.per_sample_weights is not None)
         num_words = 3 * (num + most_long_segments(num))
         num_ordered = num if num <= MOST_RANKED else 0
         num_partials = 2 * most_long_segments(num) * block_dim
@@ -64,33 +71,36 @@ class Scratch:
         sizes = (4, 2 * num_words, 2 * num_ordered, num_partials, 2 * num if pooled else 0, num if scaled else 0)
         for size in sizes:
             begins.append(begins[-1] + (size + 3) // 4 * 4)
-        memory = torch.empty(begins[-1], dtype=torch.int32, device=lookup.rows.device)
+        memory = torch.empty(begins[-1], dtype=torch.int32, device=gradients.rows.device)
         return cls(
             memory,
             carve(memory, 0, 3, torch.int32),
             carve(memory, begins[1], num_words, torch.int64),
             carve(memory, begins[2], num_ordered, torch.int64),
             carve(memory, begins[3], num_partials, torch.float32),
-            carve(memory, begins[4], num, torch.int64) if pooled else None,
-            carve(memory, begins[5], num, torch.float32) if scaled else None,
+            carve(memory, begins[4], num, torch.int64) if pooled else gradients.places,
+            carve(memory, begins[5], num, torch.float32) if scaled else gradients.scales,
         )
 
 
-def begin_update(store: RowStore, lookup: Lookup, clock: torch.Tensor, scratch: Scratch, ranked: bool) -> None:
-    """Count the application, and with pooling find the gradient of every occurrence.
+def begin_update(store: RowStore, gradients: Gradients, clock: torch.Tensor, scratch: Scratch, ranked: bool) -> None:
+    """Count the application, and find the gradient of every occurrence of a bag.
 
     Args:
         store: the rows.
-        lookup: occurrences of the forward.
+        gradients: of the occurrences.
         clock: i64 ``[CLOCK_SIZE]``; UPDATES counts.
-        scratch: ``counts`` become 0, ``places`` and ``scales`` are written.
+        scratch: ``counts`` become 0; for bags ``places`` and ``scales`` are written.
         ranked: also write what ``group_by_row`` returns to ``scratch``; for at most MOST_RANKED occurrences.
 
     Host sync: none. Bytes moved: pooling writes 8 N, 12 N with factors; ranking reads 4 N for every _RANKED
     occurrences, from the cache, and writes 32 N.
     """
-    layout, weights, num = lookup.layout, lookup.per_sample_weights, lookup.rows.numel()
-    pooled, scaled = scratch.places is not None, scratch.scales is not None
+    rows, bags = gradients.rows, gradients.bags
+    num, pooled = rows.numel(), bags is not None
+    scaled = pooled and scratch.scales is not None
+    weights = None if bags is None else bags.per_sample_weights
+    is_mean = bags is not None and bags.layout.pooling == POOLING_MEAN
     block = _RANKED if ranked else _LOCATED
     launch(
         _begin_kernel,
@@ -98,35 +108,30 @@ def begin_update(store: RowStore, lookup: Lookup, clock: torch.Tensor, scratch: 
         (
             clock,
             scratch.counts,
-            lookup.offsets,
-            layout.feature_tables,
-            layout.column_offsets,
+            clock if bags is None else bags.offsets,
+            clock if bags is None else bags.layout.feature_tables,
+            clock if bags is None else bags.layout.column_offsets,
             clock if weights is None else weights.contiguous(),
             scratch.places if pooled else clock,
             scratch.scales if scaled else clock,
-            lookup.rows,
+            rows,
             scratch.order if ranked else clock,
             scratch.words if ranked else clock,
-            lookup.table_ranges,
+            gradients.table_ranges,
             store.chunk_bases,
             store.row_bytes,
             num,
-            lookup.offsets.numel() - 1,
-            layout.batch_size,
-            layout.width,
+            0 if bags is None else bags.offsets.numel() - 1,
+            0 if bags is None else bags.layout.batch_size,
+            0 if bags is None else bags.layout.width,
             store.num_tables,
             store.chunk_shift,
         ),
         {
-            "POOLED": pooled,
-            "MEAN": layout.pooling == POOLING_MEAN,
-            "WEIGHTED": weights is not None,
-            "SCALED": scaled,
+            "BAGS": _BagShape(pooled, is_mean, weights is not None, scaled),
             "RANKED": ranked,
-            "ROW_BYTES": row_shape(store).row_bytes,
-            "PIECE": PIECE,
+            "ROW": row_shape(store),
             "BLOCK": block,
-            "COMPARED": _COMPARED,
         },
         num_warps=4 if ranked else 2,
     )
@@ -154,42 +159,37 @@ def _begin_kernel(
     width,
     num_tables,
     chunk_shift,
-    POOLED: tl.constexpr,
-    MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SCALED: tl.constexpr,
+    BAGS: tl.constexpr,
     RANKED: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PIECE: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
-    COMPARED: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
-        tl.store(clock_ptr + _UPDATES, tl.load(clock_ptr + _UPDATES) + 1)
+        tl.store(clock_ptr + UPDATES, tl.load(clock_ptr + UPDATES) + 1)
         tl.store(counts_ptr, 0)
         if RANKED:
             tl.store(counts_ptr + 1, num)
-            tl.store(counts_ptr + 2, num // PIECE)
+            tl.store(counts_ptr + 2, num // _PIECE)
         else:
             tl.store(counts_ptr + 1, 0)
             tl.store(counts_ptr + 2, 0)
     # An empty batch may have no bags.
-    if POOLED & (tl.program_id(0) * BLOCK < num):
+    if BAGS.pooled & (tl.program_id(0) * BLOCK < num):
         _locate(
             offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags,
-            batch_size, width, MEAN, WEIGHTED, SCALED, BLOCK,
+            batch_size, width, BAGS, BLOCK,
         )  # fmt: skip
     if RANKED:
         _rank(
             rows_ptr, order_ptr, words_ptr, table_ranges_ptr, chunk_bases_ptr, row_bytes_ptr, num, num_tables,
-            chunk_shift, ROW_BYTES, PIECE, BLOCK, COMPARED,
+            chunk_shift, ROW, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _rank(
     rows_ptr, order_ptr, words_ptr, table_ranges_ptr, chunk_bases_ptr, row_bytes_ptr, num, num_tables, chunk_shift,
-    ROW_BYTES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr,
+    ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the place of each occurrence in the order by row by comparing it with all others; write order and units.
 
@@ -206,8 +206,8 @@ def _rank(
     # How many are less, and how many equal (in the high half): all below 2^15.
     counted = tl.zeros([BLOCK], tl.int32)
     earlier = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, num, COMPARED):
-        j = first + tl.arange(0, COMPARED)
+    for first in range(0, num, _COMPARED):
+        j = first + tl.arange(0, _COMPARED)
         other = tl.load(rows_ptr + j, mask=j < num, other=0x7FFFFFFF)[None, :]
         equal = (other == row[:, None]) & (j < num)[None, :]
         counted += tl.sum((other < row[:, None]).to(tl.int32) + (equal.to(tl.int32) << 16), 1)
@@ -218,18 +218,18 @@ def _rank(
     tl.store(order_ptr + p, i.to(tl.int64), mask=inside)
     valid = inside & (row >= 0)
     table = find_range(i, table_ranges_ptr, tl.zeros([BLOCK], tl.int32), num_tables)
-    address = row_addresses(row, table, valid, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
-    whole = length <= PIECE
-    starts = valid & (earlier % PIECE == 0)
-    unit = pack(p, tl.minimum(length - earlier, PIECE), table, earlier == 0, whole)
+    address = row_addresses(row, table, valid, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW.row_bytes)
+    whole = length <= _PIECE
+    starts = valid & (earlier % _PIECE == 0)
+    unit = pack(p, tl.minimum(length - earlier, _PIECE), table, earlier == 0, whole)
     tl.store(words_ptr + p, tl.where(starts, unit, -1), mask=inside)
     tl.store(words_ptr + num + p, address, mask=starts)
     tl.store(words_ptr + 2 * num + p, i.to(tl.int64), mask=starts)
-    closes = inside & (p % PIECE == PIECE - 1)
-    long = valid & (whole == 0) & (begin // PIECE == p // PIECE)
-    most_long = num // PIECE + 1
-    listed_ptr = words_ptr + 3 * num + p // PIECE
-    segment = pack(begin, tl.full([BLOCK], PIECE, tl.int32), table, earlier >= 0, whole)
+    closes = inside & (p % _PIECE == _PIECE - 1)
+    long = valid & (whole == 0) & (begin // _PIECE == p // _PIECE)
+    most_long = num // _PIECE + 1
+    listed_ptr = words_ptr + 3 * num + p // _PIECE
+    segment = pack(begin, tl.full([BLOCK], _PIECE, tl.int32), table, earlier >= 0, whole)
     tl.store(listed_ptr, tl.where(long, segment, -1), mask=closes)
     tl.store(listed_ptr + most_long, address, mask=closes & long)
     tl.store(listed_ptr + 2 * most_long, length.to(tl.int64), mask=closes & long)
@@ -238,7 +238,7 @@ def _rank(
 @triton.jit
 def _locate(
     offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, places_ptr, scales_ptr, num, num_bags, batch_size,
-    width, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    width, BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write where in ``[B, total_D]`` the gradient of each occurrence starts, and its factor.
 
@@ -254,11 +254,11 @@ def _locate(
     bag = find_range(i, offsets_ptr, tl.zeros([BLOCK], tl.int32) + lowest, highest - lowest + 1)
     _, place = bag_table_and_place(bag, feature_tables_ptr, column_offsets_ptr, batch_size, width, 1)
     tl.store(places_ptr + i, place, mask=inside)
-    if SCALED:
+    if BAGS.scaled:
         scale = tl.full([BLOCK], 1.0, tl.float32)
-        if MEAN:
+        if BAGS.mean:
             length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
             scale = tl.div_rn(scale, tl.maximum(length, 1).to(tl.float32))
-        if WEIGHTED:
+        if BAGS.weighted:
             scale *= tl.load(weights_ptr + i, mask=inside, other=0.0)
         tl.store(scales_ptr + i, scale, mask=inside)

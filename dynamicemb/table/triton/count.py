@@ -5,23 +5,18 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.admission import Admission
-from dynamicemb.table.index import ERASED, NUM_COUNTERS, OLDEST, STEP, Index
+from dynamicemb.table.index import Index
 from dynamicemb.table.scores import COUNT_NONE
+from dynamicemb.table.triton.constants import ERASED, MISSING_LENGTH, NUM_TALLIES, OLDEST, STEP
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.elect import push
 from dynamicemb.table.triton.find import slots_of
 from dynamicemb.table.triton.hashing import mix
 from dynamicemb.table.triton.judged import LOST, SLOTS, Judged, leaders_of
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
-from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, counts_of, list_part
+from dynamicemb.table.triton.missing import Missing, lengths_of, list_part
 
 _BLOCK = 64
-
-_ERASED = tl.constexpr(ERASED)
-_MISSING = tl.constexpr(MISSING_COUNT)
-_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
-_OLDEST = tl.constexpr(OLDEST)
-_STEP = tl.constexpr(STEP)
 
 
 def count(
@@ -46,7 +41,7 @@ def count(
         judged.slots().zero_()
     args = (
         ids, rows, missing.claims, missing.amounts, missing.lists, admission.limits, index.clock, counter.keys,
-        counter.digests, counter.scores, counter.tags, counter.bucket_offsets, counter.counters, counter.clock,
+        counter.digests, counter.scores, counter.tags, counter.bucket_offsets, counter.tallies, counter.clock,
         lists.lists, missing.num_lists, lists.num_lists, missing.stride,
     )  # fmt: skip
     constants = {
@@ -72,7 +67,7 @@ def _count_kernel(
     scores_ptr,
     tags_ptr,
     bucket_offsets_ptr,
-    counters_ptr,
+    tallies_ptr,
     counter_clock_ptr,
     judged_ptr,
     num_lists,
@@ -85,12 +80,12 @@ def _count_kernel(
 ):
     lost_ptr = list_part(judged_ptr, num_judged_lists, stride, LOST)
     slots_ptr = list_part(judged_ptr, num_judged_lists, stride, SLOTS)
-    step = tl.load(clock_ptr + _STEP)
+    step = tl.load(clock_ptr + STEP)
     if tl.program_id(0) == 0:
         # Begins the step of the counter, for ``insert``: it alone is protected.
-        tl.store(counter_clock_ptr + _STEP, step)
-        tl.store(counter_clock_ptr + _OLDEST, step)
-    num_missing = tl.load(counts_of(lists_ptr, num_lists) + _MISSING) + 1
+        tl.store(counter_clock_ptr + STEP, step)
+        tl.store(counter_clock_ptr + OLDEST, step)
+    num_missing = tl.load(lengths_of(lists_ptr, num_lists) + MISSING_LENGTH) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_missing:
         i, table, ids, place, leader, miss = leaders_of(
@@ -105,7 +100,7 @@ def _count_kernel(
         # Admitted ids are forgotten. Who probes the bucket meanwhile walks over an erased slot as over a taken one.
         tl.store(digests_ptr + slot, tl.full([BLOCK], 1, tl.uint8), mask=known & wins)
         if tl.max((known & wins).to(tl.int32), 0) > 0:
-            count_by_table(counters_ptr + _ERASED, table, known & wins, _NUM_COUNTERS)
+            count_by_table(tallies_ptr + ERASED, table, known & wins, NUM_TALLIES)
         if COUNTING:
             tl.store(amounts_ptr + place, total, mask=wins)
         tl.store(scores_ptr + slot, total, mask=known & loses)

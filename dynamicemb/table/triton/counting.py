@@ -18,13 +18,13 @@ def clamp_frequencies(frequencies):
 
 @triton.jit
 def count_by_table(column_ptr, table, counted, NUM_COLUMNS: tl.constexpr):
-    """Add to a column of ``Index.counters`` how many ``counted`` lanes each table has.
+    """Add to a column of ``Index.tallies`` how many ``counted`` lanes each table has.
 
     Args:
         column_ptr: table 0's entry of the column.
         table: int32, the table of each lane.
         counted: which lanes count.
-        NUM_COLUMNS: columns of the counters.
+        NUM_COLUMNS: columns of the tallies.
 
     A block seldom straddles tables: one pass, one atomic.
     """

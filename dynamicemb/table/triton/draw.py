@@ -4,18 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.admission import CHANCE_WORD, Admission
-from dynamicemb.table.index import STEP, Index
+from dynamicemb.table.admission import Admission
+from dynamicemb.table.index import Index
+from dynamicemb.table.triton.constants import CHANCE_WORD, MISSING_LENGTH, STEP
 from dynamicemb.table.triton.judged import LOST, Judged, leaders_of
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
-from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, counts_of, list_part
+from dynamicemb.table.triton.missing import Missing, lengths_of, list_part
 from dynamicemb.table.triton.philox import philox4x32, words_of
 
 _BLOCK = 64
-
-_CHANCE_WORD = tl.constexpr(CHANCE_WORD)
-_MISSING = tl.constexpr(MISSING_COUNT)
-_STEP = tl.constexpr(STEP)
 
 
 def draw(
@@ -57,8 +54,8 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
 ):
     lost_ptr = list_part(judged_ptr, num_judged_lists, stride, LOST)
-    num_missing = tl.load(counts_of(lists_ptr, num_lists) + _MISSING) + 1
-    step = tl.load(clock_ptr + _STEP)
+    num_missing = tl.load(lengths_of(lists_ptr, num_lists) + MISSING_LENGTH) + 1
+    step = tl.load(clock_ptr + STEP)
     begin = tl.program_id(0) * BLOCK
     while begin < num_missing:
         i, table, ids, _, leader, miss = leaders_of(
@@ -69,7 +66,7 @@ def _draw_kernel(
         c0, c1 = words_of(ids)
         low, _ = words_of(step)
         zero = tl.zeros([BLOCK], tl.uint32)
-        word, _, _, _ = philox4x32(k0, k1, c0, c1, zero + _CHANCE_WORD, zero + low)
+        word, _, _, _ = philox4x32(k0, k1, c0, c1, zero + CHANCE_WORD, zero + low)
         lost = word.to(tl.int64) >= tl.load(limits_ptr + table)
         tl.store(lost_ptr + i, lost.to(tl.int32), mask=leads)
         begin += tl.num_programs(0) * BLOCK

@@ -7,28 +7,22 @@ import triton.language as tl
 from dynamicemb.table.admission import Admission
 from dynamicemb.table.index import Index
 from dynamicemb.table.scores import COUNT_NONE
+from dynamicemb.table.triton.constants import LEADERS_LENGTH, MISSING_LENGTH, WORK_LENGTH
 from dynamicemb.table.triton.counting import clamp_frequencies
 from dynamicemb.table.triton.hashing import bucket_of, mix
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
 from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
-    LEADER_COUNT,
     LEADER_IDS,
     LEADER_TABLES,
-    LIST_COUNT,
-    MISSING_COUNT,
     NEXT,
     POSITIONS,
     WORK,
     Missing,
-    counts_of,
+    lengths_of,
     list_part,
     noted,
 )
-
-_LEADERS = tl.constexpr(LEADER_COUNT)
-_LISTS = tl.constexpr(LIST_COUNT)
-_MISSING = tl.constexpr(MISSING_COUNT)
 
 
 def elect(
@@ -107,14 +101,14 @@ def push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, str
         num_lists: of ``Missing``.
         stride: of ``Missing``.
     """
-    counts_ptr = counts_of(lists_ptr, num_lists)
+    lengths_ptr = lengths_of(lists_ptr, num_lists)
     leading = leader.to(tl.int32)
     number = tl.sum(leading, 0)
     if number > 0:
         first_bucket = tl.load(bucket_offsets_ptr + table)
         num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
         bucket = (first_bucket + bucket_of(h, num_buckets)).to(tl.int32)
-        k = tl.atomic_add(counts_ptr + _LEADERS, number, sem="relaxed") + tl.cumsum(leading, 0)
+        k = tl.atomic_add(lengths_ptr + LEADERS_LENGTH, number, sem="relaxed") + tl.cumsum(leading, 0)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_IDS) + k, ids, mask=leader)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_TABLES) + k, table, mask=leader)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_BUCKETS) + k, bucket, mask=leader)
@@ -125,7 +119,7 @@ def push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, str
         begins = (leader & (before == -1)).to(tl.int32)
         lists_begun = tl.sum(begins, 0)
         if lists_begun > 0:
-            w = tl.atomic_add(counts_ptr + _LISTS, lists_begun, sem="relaxed") + tl.cumsum(begins, 0)
+            w = tl.atomic_add(lengths_ptr + WORK_LENGTH, lists_begun, sem="relaxed") + tl.cumsum(begins, 0)
             tl.store(list_part(lists_ptr, num_lists, stride, WORK) + w, of_bucket, mask=begins > 0)
 
 
@@ -148,7 +142,7 @@ def _elect_kernel(
     LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    num_missing = tl.load(counts_of(lists_ptr, num_lists) + _MISSING) + 1
+    num_missing = tl.load(lengths_of(lists_ptr, num_lists) + MISSING_LENGTH) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_missing:
         i, table, ids, miss = noted(begin, num_missing, lists_ptr, num_lists, stride, ids_ptr, BLOCK)

@@ -28,5 +28,5 @@ def erase(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.
     erased[order] = first
     index.digests[slots[first].long()] = DIGEST_ERASED
     tables = torch.searchsorted(table_ranges, order[first], right=True) - 1
-    index.counters[:, ERASED] += torch.bincount(tables, minlength=index.num_tables)
+    index.tallies[:, ERASED] += torch.bincount(tables, minlength=index.num_tables)
     return erased

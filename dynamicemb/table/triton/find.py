@@ -1,11 +1,30 @@
 """Look ids up; touch what is found; list what is missing."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import CLAMPED, HITS, MISSES, MOVED, NOW, NUM_COUNTERS, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import COUNT_ALL, COUNT_NONE, COUNT_SOME, SCORE_LFU, SCORE_NO_EVICTION, keeping
+from dynamicemb.table.index import Index
+from dynamicemb.table.scores import keeping
+from dynamicemb.table.triton.constants import (
+    CLAMPED,
+    COUNT_ALL,
+    COUNT_NONE,
+    COUNT_SOME,
+    HITS,
+    MISSES,
+    MISSING_LENGTH,
+    MOVED,
+    NOW,
+    NUM_TALLIES,
+    OLDEST,
+    SCORE_LFU,
+    SCORE_NO_EVICTION,
+    SEEN,
+    STEP,
+)
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
     bucket_of,
@@ -17,28 +36,46 @@ from dynamicemb.table.triton.hashing import (
     table_of,
 )
 from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch, padded_tables
-from dynamicemb.table.triton.missing import MISSING_COUNT, Missing, note
+from dynamicemb.table.triton.missing import Missing, note
 
 # On an H200, of 32 to 256 ids and 1 to 8 warps per program none is faster all round: 32 ids take 3 % less time where
 # all are found, and 10 % more where some are missing.
 _BLOCK = 64
 _NUM_WARPS = 1
 
-_COUNT_ALL = tl.constexpr(COUNT_ALL)
-_COUNT_NONE = tl.constexpr(COUNT_NONE)
-_COUNT_SOME = tl.constexpr(COUNT_SOME)
-_SCORE_LFU = tl.constexpr(SCORE_LFU)
-_SCORE_NO_EVICTION = tl.constexpr(SCORE_NO_EVICTION)
-_CLAMPED = tl.constexpr(CLAMPED)
-_HITS = tl.constexpr(HITS)
-_MISSES = tl.constexpr(MISSES)
-_MISSING = tl.constexpr(MISSING_COUNT)
-_MOVED = tl.constexpr(MOVED)
-_NOW = tl.constexpr(NOW)
-_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
-_OLDEST = tl.constexpr(OLDEST)
-_SEEN = tl.constexpr(SEEN)
-_STEP = tl.constexpr(STEP)
+
+class _IndexShape(NamedTuple):
+    """What of an index the kernel is compiled for.
+
+    Attributes:
+        bucket: slots of a bucket.
+        counting: COUNT_*.
+        keeping: some tables keep the score that an id was inserted with.
+        stamps: touches are stamped with their time.
+        expires: ids are forgotten.
+    """
+
+    bucket: int
+    counting: int
+    keeping: bool
+    stamps: bool
+    expires: bool
+
+
+class _Wanted(NamedTuple):
+    """What a caller wants of a find.
+
+    Attributes:
+        touch: scores, tags and tallies change.
+        frequencies: occurrences count as often as they say.
+        slots: the result is slots, not rows.
+        list: missing occurrences are listed.
+    """
+
+    touch: bool
+    frequencies: bool
+    slots: bool
+    list: bool
 
 
 def find(
@@ -54,7 +91,7 @@ def find(
         index: the group's index.
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
-        touch: whether scores, tags and the hit and miss counters change.
+        touch: whether scores, tags and the hit and miss tallies change.
         frequencies: i64 ``[N]``, how often each occurrence counts; None is once. Only tables that count read it.
 
     Returns:
@@ -91,21 +128,16 @@ def _find(
         return out
     args = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
-        index.strategies, index.times(), index.ttls if index.expires else index.clock, index.clock, index.counters, ids,
+        index.strategies, index.times(), index.ttls if index.expires else index.clock, index.clock, index.tallies, ids,
         table_ranges, out, ids if frequencies is None else frequencies,
-        ids if missing is None else missing.entries(), out if missing is None else missing.part("counts"), ids.numel(),
+        ids if missing is None else missing.entries(), out if missing is None else missing.part("lengths"), ids.numel(),
         index.num_tables,
     )  # fmt: skip
     constants = {
-        "BUCKET": index.bucket_capacity,
-        "TOUCH": touch,
-        "COUNTING": index.counting,
-        "KEEPING": keeping(index.strategy),
-        "STAMPS": index.has_stamps,
-        "EXPIRES": index.expires,
-        "HAS_FREQUENCIES": frequencies is not None,
-        "SLOTS": slots,
-        "LIST": missing is not None,
+        "INDEX": _IndexShape(
+            index.bucket_capacity, index.counting, keeping(index.strategy), index.has_stamps, index.expires
+        ),
+        "WANTED": _Wanted(touch, frequencies is not None, slots, missing is not None),
         "TABLES": padded_tables(index.num_tables),
         "BLOCK": _BLOCK,
     }
@@ -168,9 +200,9 @@ def expired(tags_ptr, stamps_ptr, ttls_ptr, clock_ptr, slot, table, occupied):
 
     Whatever touches the same slot meanwhile leaves both what it tags and what it stamps alive.
     """
-    since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + table)
+    since = tl.load(clock_ptr + SEEN) - tl.load(ttls_ptr + table)
     old = tl.load(stamps_ptr + slot, mask=occupied, other=0) < since
-    return old & (tl.load(tags_ptr + slot, mask=occupied, other=0) < tl.load(clock_ptr + _OLDEST).to(tl.int32))
+    return old & (tl.load(tags_ptr + slot, mask=occupied, other=0) < tl.load(clock_ptr + OLDEST).to(tl.int32))
 
 
 @triton.jit
@@ -180,7 +212,7 @@ def rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET: t
     While no entry has moved, slot i of a table owns its row i, and nothing is read at random.
     """
     row = tl.full(slot.shape, -1, tl.int32)
-    if tl.load(clock_ptr + _MOVED) == 0:
+    if tl.load(clock_ptr + MOVED) == 0:
         first_slot = tl.load(bucket_offsets_ptr + table) * BUCKET
         first_row = tl.load(rows_ptr + first_slot, mask=hit, other=0)
         row = tl.where(hit, first_row + (slot - first_slot).to(tl.int32), -1)
@@ -201,9 +233,9 @@ def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, replaces
     """
     fresh = hit & (tl.load(tags_ptr + slot, mask=hit, other=0) != step)
     tl.store(tags_ptr + slot, step, mask=fresh)
-    if COUNTING != _COUNT_NONE:
+    if COUNTING != COUNT_NONE:
         tl.atomic_add(scores_ptr + slot, amount, mask=hit & counts, sem="relaxed")
-    if COUNTING != _COUNT_ALL:
+    if COUNTING != COUNT_ALL:
         tl.store(scores_ptr + slot, score, mask=fresh & replaces)
     return fresh
 
@@ -221,24 +253,17 @@ def _find_kernel(
     stamps_ptr,
     ttls_ptr,
     clock_ptr,
-    counters_ptr,
+    tallies_ptr,
     ids_ptr,
     table_ranges_ptr,
     out_ptr,
     frequencies_ptr,
     missing_ptr,
-    counts_ptr,
+    lengths_ptr,
     num_ids,
     num_tables,
-    BUCKET: tl.constexpr,
-    TOUCH: tl.constexpr,
-    COUNTING: tl.constexpr,
-    KEEPING: tl.constexpr,
-    STAMPS: tl.constexpr,
-    EXPIRES: tl.constexpr,
-    HAS_FREQUENCIES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LIST: tl.constexpr,
+    INDEX: tl.constexpr,
+    WANTED: tl.constexpr,
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -248,37 +273,37 @@ def _find_kernel(
     inside = i < num_ids
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
     table = table_of(i, begin, end, table_ranges_ptr, num_tables, TABLES)
-    slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
-    if EXPIRES:
+    slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, INDEX.bucket)
+    if INDEX.expires:
         found = inside & (slot >= 0)
         gone = expired(tags_ptr, stamps_ptr, ttls_ptr, clock_ptr, slot, table, found)
         slot = tl.where(found & gone, -1, slot)
     hit = inside & (slot >= 0)
-    if SLOTS:
+    if WANTED.slots:
         row = slot.to(tl.int32)
     else:
-        row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET)
+        row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, INDEX.bucket)
     amount = tl.full([BLOCK], 1, tl.int64)
-    if HAS_FREQUENCIES:
+    if WANTED.frequencies:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
         if tl.max(clamped.to(tl.int32), 0) > 0:
-            count_by_table(counters_ptr + _CLAMPED, table, clamped, _NUM_COUNTERS)
-    if TOUCH:
-        counts = tl.full([BLOCK], COUNTING == _COUNT_ALL, tl.int1)
-        if COUNTING == _COUNT_SOME:
-            counts = tl.load(strategies_ptr + table) >= _SCORE_LFU
+            count_by_table(tallies_ptr + CLAMPED, table, clamped, NUM_TALLIES)
+    if WANTED.touch:
+        counts = tl.full([BLOCK], INDEX.counting == COUNT_ALL, tl.int1)
+        if INDEX.counting == COUNT_SOME:
+            counts = tl.load(strategies_ptr + table) >= SCORE_LFU
         replaces = counts == 0
-        if KEEPING:
-            replaces = replaces & (tl.load(strategies_ptr + table) != _SCORE_NO_EVICTION)
-        fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + _STEP).to(tl.int32), amount,
-                      tl.load(score_values_ptr + table), counts, replaces, COUNTING)  # fmt: skip
-        if STAMPS:
-            tl.store(stamps_ptr + slot, tl.load(clock_ptr + _NOW), mask=fresh)
-        count_by_table(counters_ptr + _HITS, table, hit, _NUM_COUNTERS)
+        if INDEX.keeping:
+            replaces = replaces & (tl.load(strategies_ptr + table) != SCORE_NO_EVICTION)
+        fresh = touch(tags_ptr, scores_ptr, slot, hit, tl.load(clock_ptr + STEP).to(tl.int32), amount,
+                      tl.load(score_values_ptr + table), counts, replaces, INDEX.counting)  # fmt: skip
+        if INDEX.stamps:
+            tl.store(stamps_ptr + slot, tl.load(clock_ptr + NOW), mask=fresh)
+        count_by_table(tallies_ptr + HITS, table, hit, NUM_TALLIES)
     miss = inside & (slot < 0)
     if tl.max(miss.to(tl.int32), 0) > 0:
-        if TOUCH:
-            count_by_table(counters_ptr + _MISSES, table, miss, _NUM_COUNTERS)
-        if LIST:
-            note(i, table, miss, missing_ptr, counts_ptr + _MISSING)
+        if WANTED.touch:
+            count_by_table(tallies_ptr + MISSES, table, miss, NUM_TALLIES)
+        if WANTED.list:
+            note(i, table, miss, missing_ptr, lengths_ptr + MISSING_LENGTH)
     tl.store(out_ptr + i, row, mask=inside)

@@ -20,10 +20,10 @@ from dynamicemb.table.triton.rows import TRITON_DTYPES, pick, row_addresses, row
 # Ids of a program: one for each lane of its warp. Rows in flight, in bytes: 4 rows of 128 floats. On an H200, 16 and 64
 # ids and 16 rows take longer, 8 rows too where they are short, and shuffling addresses to the lanes takes as long as
 # shared memory does.
-_BLOCK = 32
+_BLOCK = tl.constexpr(32)
 _TILE_BYTES = 2048
 # Boundaries of a program that looks for illegal ones.
-_CHECKED = 128
+_CHECKED = tl.constexpr(128)
 
 
 def find_and_gather(
@@ -56,27 +56,22 @@ def find_and_gather(
     dim = store.formats[0].dim
     out = torch.empty(ids.numel(), dim, dtype=output_dtype, device=ids.device)
     row_bytes = shape.block_dim * min(store.dtype.itemsize, output_dtype.itemsize)
-    tile = max(1, min(_BLOCK, _TILE_BYTES // row_bytes))
-    num_checks = cdiv(offsets.numel(), _CHECKED)
+    tile = max(1, min(_BLOCK.value, _TILE_BYTES // row_bytes))
+    num_checks = cdiv(offsets.numel(), _CHECKED.value)
     args = (
-        index.keys, index.digests, index.rows, index.bucket_offsets, index.clock, index.counters, ids, offsets,
+        index.keys, index.digests, index.rows, index.bucket_offsets, index.clock, index.tallies, ids, offsets,
         layout.table_features, missing_values, out, store.chunk_bases, store.row_bytes, ids.numel(), offsets.numel(),
         num_checks, layout.batch_size, store.num_tables, store.chunk_shift,
     )  # fmt: skip
     constants = {
         "BUCKET": index.bucket_capacity,
-        "DIM": dim,
-        "BLOCK_DIM": shape.block_dim,
-        "ROW_BYTES": shape.row_bytes,
-        "WEIGHT": shape.weight,
+        "ROW": shape,
         "OUTPUT": TRITON_DTYPES[output_dtype],
         # With 16, fewer than a warp has lanes, the kernel takes a quarter more registers.
         "TABLES": max(32, padded_tables(store.num_tables + 1)),
-        "BLOCK": _BLOCK,
         "TILE": tile,
-        "CHECKED": _CHECKED,
     }
-    grid = (num_checks + cdiv(ids.numel(), _BLOCK),)
+    grid = (num_checks + cdiv(ids.numel(), _BLOCK.value),)
     launch(_find_and_gather_kernel, grid, args, constants, num_warps=max(1, min(8, tile * row_bytes // _TILE_BYTES)))
     return out
 
@@ -111,7 +106,7 @@ def _find_and_gather_kernel(
     slot_rows_ptr,
     bucket_offsets_ptr,
     clock_ptr,
-    counters_ptr,
+    tallies_ptr,
     ids_ptr,
     offsets_ptr,
     table_features_ptr,
@@ -126,30 +121,25 @@ def _find_and_gather_kernel(
     num_tables,
     chunk_shift,
     BUCKET: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    ROW: tl.constexpr,
     OUTPUT: tl.constexpr,
     TABLES: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    CHECKED: tl.constexpr,
 ):
     if tl.program_id(0) < num_checks:
-        k = tl.program_id(0) * CHECKED + tl.arange(0, CHECKED)
+        k = tl.program_id(0) * _CHECKED + tl.arange(0, _CHECKED)
         inside = k < num_offsets
         value = tl.load(offsets_ptr + k, mask=inside, other=0)
         count_wrong(
             offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
-            counters_ptr,
+            tallies_ptr,
         )  # fmt: skip
     else:
         _find_and_copy(
             keys_ptr, digests_ptr, slot_rows_ptr, bucket_offsets_ptr, clock_ptr, ids_ptr, offsets_ptr,
             table_features_ptr, missing_values_ptr, out_ptr, chunk_bases_ptr, row_bytes_ptr,
-            (tl.program_id(0) - num_checks) * BLOCK, num_ids, batch_size, num_tables, chunk_shift, BUCKET, DIM,
-            BLOCK_DIM, ROW_BYTES, WEIGHT, OUTPUT, TABLES, BLOCK, TILE,
+            (tl.program_id(0) - num_checks) * _BLOCK, num_ids, batch_size, num_tables, chunk_shift, BUCKET, ROW,
+            OUTPUT, TABLES, TILE,
         )  # fmt: skip
 
 
@@ -157,33 +147,43 @@ def _find_and_gather_kernel(
 def _find_and_copy(
     keys_ptr, digests_ptr, slot_rows_ptr, bucket_offsets_ptr, clock_ptr, ids_ptr, offsets_ptr, table_features_ptr,
     missing_values_ptr, out_ptr, chunk_bases_ptr, row_bytes_ptr, begin, num_ids, batch_size, num_tables, chunk_shift,
-    BUCKET: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROW_BYTES: tl.constexpr, WEIGHT: tl.constexpr,
-    OUTPUT: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BUCKET: tl.constexpr, ROW: tl.constexpr, OUTPUT: tl.constexpr, TABLES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    i = begin + tl.arange(0, BLOCK)
+    i = begin + tl.arange(0, _BLOCK)
     inside = i < num_ids
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
     table = tables_of_bags(
-        i, begin, tl.minimum(begin + BLOCK, num_ids), offsets_ptr, table_features_ptr, batch_size, num_tables, TABLES
+        i, begin, tl.minimum(begin + _BLOCK, num_ids), offsets_ptr, table_features_ptr, batch_size, num_tables, TABLES
     )
     slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
     hit = inside & (slot >= 0)
     row = rows_of(slot_rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET)
-    address = row_addresses(row, table, hit, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+    address = row_addresses(row, table, hit, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW.row_bytes)
     # No row is at address 0.
     address = tl.where(hit, address, 0)
     missing = inside & (slot < 0)
     any_missing = tl.max(missing.to(tl.int32), 0) > 0
-    fillers = tl.zeros([BLOCK], tl.float32)
+    fillers = tl.zeros([_BLOCK], tl.float32)
     if any_missing:
         fillers = tl.load(missing_values_ptr + table, mask=missing, other=0.0)
-    for part in range(0, BLOCK // TILE):
+    for part in range(0, _BLOCK // TILE):
         addresses = pick(address, part, TILE)
         found = addresses != 0
         # Rows come again, what the probes read does not.
-        values = load_rows(addresses, found, DIM, BLOCK_DIM, WEIGHT, OUTPUT, "evict_last")
+        values = load_rows(addresses, found, ROW.dim, ROW.block_dim, ROW.weight, OUTPUT, "evict_last")
         filler = tl.zeros([TILE], tl.float32)
         if any_missing:
             filler = pick(fillers, part, TILE)
         place = begin + part * TILE + tl.arange(0, TILE)
-        store_rows(out_ptr, place.to(tl.int64), place < num_ids, values, found, filler, DIM, BLOCK_DIM, WEIGHT, OUTPUT)
+        store_rows(
+            out_ptr,
+            place.to(tl.int64),
+            place < num_ids,
+            values,
+            found,
+            filler,
+            ROW.dim,
+            ROW.block_dim,
+            ROW.weight,
+            OUTPUT,
+        )

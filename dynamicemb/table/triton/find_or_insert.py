@@ -28,7 +28,7 @@ class Inserted(NamedTuple):
 
     def result(self) -> InsertResult:
         """Return the outcome in batch order. Host sync: one, for the number of leaders, and those of the selections."""
-        num_leaders = int(self.missing.tensor("counts", 1)[0]) + 1
+        num_leaders = int(self.missing.tensor("lengths", 1)[0]) + 1
         parts = ("positions", "outcomes", "victim_ids", "victim_scores")
         positions, outcomes, victim_ids, victim_scores = (self.missing.tensor(part, num_leaders) for part in parts)
         has_stamps = self.missing.places.victim_stamps < self.missing.places.end

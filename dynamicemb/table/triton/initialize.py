@@ -19,6 +19,9 @@ _MOST_CALLS_PER_ROW = 64
 # The word of the count where the host knows it.
 _ALL = -1
 
+_NUM_PARAMS = tl.constexpr(NUM_PARAMS)
+_MODULUS = tl.constexpr(DEBUG_MODULUS)
+
 
 def initialize(
     store: RowStore,
@@ -62,20 +65,14 @@ def _initialize(store: RowStore, initializers: InitializerTable, leaders: Leader
     args = (
         store.chunk_bases, store.dims, store.num_states, store.row_bytes, store.state_offsets, initializers.modes,
         initializers.params, initializers.keys, leaders.rows, leaders.ids, leaders.tables, state_values,
-        leaders.counts, store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
+        leaders.lengths, store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
     )  # fmt: skip
     constants = {
         "COUNT": leaders.word,
         "MODES": initializers.mode_mask or sum(1 << mode for mode in set(initializers.modes.tolist())),
-        "NUM_PARAMS": NUM_PARAMS,
-        "ELEMENT": shape.weight,
-        "ELEMENT_BYTES": store.dtype.itemsize,
-        "DIM": shape.dim,
-        "ROW_BYTES": shape.row_bytes,
-        "STATE_OFFSET": shape.state_offset,
+        "ROW": shape,
         "TILE": tile,
         "CALLS": calls,
-        "MODULUS": DEBUG_MODULUS,
     }
     grid = persistent_grid(store.device, cdiv(num_rows, tile))
     launch(_initialize_kernel, grid, args, constants, num_warps=1, enable_fp_fusion=False)
@@ -173,7 +170,7 @@ def _round(values, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr, MODULUS: tl.constexpr):
+def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr):
     """Return the float32 values ``[rows, 4 * calls]`` of one mode from the words of Philox calls ``[rows, calls]``."""
     if MODE == 0:
         a, b = _normal_pair(x0, x1, p0, p1)
@@ -194,8 +191,8 @@ def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr, MOD
         if MODE == 3:
             value = p0.to(tl.float32)
         else:
-            remainder = ids % MODULUS
-            value = tl.where(remainder < 0, remainder + MODULUS, remainder).to(tl.float32)
+            remainder = ids % _MODULUS
+            value = tl.where(remainder < 0, remainder + _MODULUS, remainder).to(tl.float32)
         a = tl.broadcast_to(value, x0.shape)
         b = a
         c = a
@@ -217,25 +214,19 @@ def _initialize_kernel(
     ids_ptr,
     tables_ptr,
     state_values_ptr,
-    counts_ptr,
+    lengths_ptr,
     chunk_shift,
     num_rows,
     max_dim,
     max_tail,
     COUNT: tl.constexpr,
     MODES: tl.constexpr,
-    NUM_PARAMS: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    ELEMENT_BYTES: tl.constexpr,
-    DIM: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    STATE_OFFSET: tl.constexpr,
+    ROW: tl.constexpr,
     TILE: tl.constexpr,
     CALLS: tl.constexpr,
-    MODULUS: tl.constexpr,
 ):
     if COUNT >= 0:
-        num_rows = tl.load(counts_ptr + COUNT) + 1
+        num_rows = tl.load(lengths_ptr + COUNT) + 1
     begin = tl.program_id(0) * TILE
     while begin < num_rows:
         k = begin + tl.arange(0, TILE)
@@ -243,20 +234,23 @@ def _initialize_kernel(
         wanted = row >= 0
         ids = tl.load(ids_ptr + k, mask=wanted, other=0)
         table = tl.load(tables_ptr + k, mask=wanted, other=0)
-        address = row_addresses(row, table, wanted, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+        address = row_addresses(row, table, wanted, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW.row_bytes)
         # Where all tables have one format its numbers are constants: masks then fall away and stores are wide.
+        DIM: tl.constexpr = ROW.dim
         dim = DIM
         if DIM == 0:
             dim = tl.load(dims_ptr + table)[:, None]
+        STATE_OFFSET: tl.constexpr = ROW.state_offset
         state_offset = STATE_OFFSET
         if STATE_OFFSET < 0:
             state_offset = tl.load(state_offsets_ptr + table)[:, None]
+        ROW_BYTES: tl.constexpr = ROW.row_bytes
         row_bytes = ROW_BYTES
         if ROW_BYTES == 0:
             row_bytes = tl.load(row_bytes_ptr + table)[:, None]
         _fill_weights(
-            address, ids, table, wanted, dim, state_offset // ELEMENT_BYTES, modes_ptr, params_ptr, table_keys_ptr,
-            max_dim, MODES, NUM_PARAMS, ELEMENT, CALLS, MODULUS,
+            address, ids, table, wanted, dim, state_offset // ROW.weight_bytes, modes_ptr, params_ptr, table_keys_ptr,
+            max_dim, MODES, ROW, CALLS,
         )  # fmt: skip
         _fill_tail(
             address, state_offset // 4, row_bytes // 4, tl.load(num_states_ptr + table),
@@ -268,12 +262,12 @@ def _initialize_kernel(
 @triton.jit
 def _fill_weights(
     address, ids, table, wanted, dim, padded_dim, modes_ptr, params_ptr, table_keys_ptr, max_dim, MODES: tl.constexpr,
-    NUM_PARAMS: tl.constexpr, ELEMENT: tl.constexpr, CALLS: tl.constexpr, MODULUS: tl.constexpr,
+    ROW: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of a tile of rows, and zeros up to the optimizer state."""
-    weights_ptr = pointers(address, ELEMENT)[:, None]
+    weights_ptr = pointers(address, ROW.weight)[:, None]
     mode = tl.load(modes_ptr + table)
-    params = params_ptr + table[:, None] * NUM_PARAMS
+    params = params_ptr + table[:, None] * _NUM_PARAMS
     k0, k1 = words_of(tl.load(table_keys_ptr + table))
     c0, c1 = words_of(ids)
     for first_call in range(0, (max_dim + 3) // 4, CALLS):
@@ -293,9 +287,9 @@ def _fill_weights(
                 if tl.max(mine.to(tl.int32), 0) > 0:
                     values = _values(
                         x0, x1, x2, x3, ids[:, None], tl.load(params), tl.load(params + 1), tl.load(params + 2),
-                        tl.load(params + 3), tl.load(params + 4), tl.load(params + 5), m, MODULUS,
+                        tl.load(params + 3), tl.load(params + 4), tl.load(params + 5), m,
                     )  # fmt: skip
-                    values = _round(tl.where(has_weight, values, 0.0), ELEMENT)
+                    values = _round(tl.where(has_weight, values, 0.0), ROW.weight)
                     tl.store(weights_ptr + column, values, mask=mine[:, None] & written)
 
 

@@ -4,20 +4,28 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
-from dynamicemb.table.scores import COUNT_ALL, COUNT_SOME, SCORE_LFU
-from dynamicemb.table.triton.hashing import digest_of, group_of, mix
-from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
-from dynamicemb.table.triton.missing import (
+from dynamicemb.table.index import Index
+from dynamicemb.table.triton.constants import (
+    COUNT_ALL,
+    COUNT_SOME,
     EVICTED_OUTCOME,
     EXPIRED_OUTCOME,
     FAILED_OUTCOME,
     INSERTED_OUTCOME,
+    NOW,
+    OLDEST,
+    SCORE_LFU,
+    SEEN,
+    STEP,
+    WORK_LENGTH,
+)
+from dynamicemb.table.triton.hashing import digest_of, group_of, mix
+from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
+from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
     LEADER_IDS,
     LEADER_ROWS,
     LEADER_TABLES,
-    LIST_COUNT,
     NEXT,
     OUTCOMES,
     POSITIONS,
@@ -26,7 +34,7 @@ from dynamicemb.table.triton.missing import (
     VICTIM_STAMPS,
     WORK,
     Missing,
-    counts_of,
+    lengths_of,
     list_part,
 )
 from dynamicemb.table.triton.philox import words_of
@@ -36,19 +44,6 @@ from dynamicemb.table.triton.score_function import compile_score, ranks
 # 17 % faster than reading it again for each. A larger one is looked at so many slots at a time.
 _TILE = 1024
 _SLOTS_PER_WARP = 256
-
-_COUNT_ALL = tl.constexpr(COUNT_ALL)
-_COUNT_SOME = tl.constexpr(COUNT_SOME)
-_SCORE_LFU = tl.constexpr(SCORE_LFU)
-_LISTS = tl.constexpr(LIST_COUNT)
-_NOW = tl.constexpr(NOW)
-_OLDEST = tl.constexpr(OLDEST)
-_SEEN = tl.constexpr(SEEN)
-_STEP = tl.constexpr(STEP)
-_FAILED = tl.constexpr(FAILED_OUTCOME)
-_INSERTED = tl.constexpr(INSERTED_OUTCOME)
-_EVICTED = tl.constexpr(EVICTED_OUTCOME)
-_EXPIRED = tl.constexpr(EXPIRED_OUTCOME)
 
 
 def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
@@ -309,10 +304,10 @@ def _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, slot, key, digest, scor
 def _first_score(score_values_ptr, strategies_ptr, amounts_ptr, table, entry_ptr, COUNTING: tl.constexpr):
     """Return the score of a new id: the table's, or the sum of its occurrences, at the place that its entry names."""
     score = tl.load(score_values_ptr + table)
-    if COUNTING == _COUNT_ALL:
+    if COUNTING == COUNT_ALL:
         score = tl.load(amounts_ptr + (-2 - tl.load(entry_ptr)))
-    if COUNTING == _COUNT_SOME:
-        counts = tl.load(strategies_ptr + table) >= _SCORE_LFU
+    if COUNTING == COUNT_SOME:
+        counts = tl.load(strategies_ptr + table) >= SCORE_LFU
         amount = tl.load(amounts_ptr + (-2 - tl.load(entry_ptr)), mask=counts, other=0)
         score = tl.where(counts, amount, score)
     return score
@@ -340,10 +335,10 @@ def _take(
     key, digest, score, tag, now = entry
     tl.store(events[0], victim, mask=placed & full)
     tl.store(events[1], victim_score, mask=placed & full)
-    outcome = tl.where(placed, tl.where(full, _EVICTED, _INSERTED), _FAILED)
+    outcome = tl.where(placed, tl.where(full, EVICTED_OUTCOME, INSERTED_OUTCOME), FAILED_OUTCOME)
     if EXPIRES:
         before = tl.load(digests_ptr + slot, mask=placed, other=0)
-        outcome = tl.where((outcome == _INSERTED) & (before > 1), _EXPIRED, outcome)
+        outcome = tl.where((outcome == INSERTED_OUTCOME) & (before > 1), EXPIRED_OUTCOME, outcome)
     tl.store(events[3], outcome)
     if STAMPS:
         _stamp(stamps_ptr + slot, events[2], now, placed, full)
@@ -375,9 +370,9 @@ def _insert_kernel(
     FUNCTION: tl.constexpr,
 ):
     leader_rows_ptr = list_part(lists_ptr, lists_in_all, stride, LEADER_ROWS)
-    step, oldest = tl.load(clock_ptr + _STEP).to(tl.int32), tl.load(clock_ptr + _OLDEST).to(tl.int32)
-    now, since = tl.load(clock_ptr + _NOW), tl.full([], 0, tl.int64)
-    num_lists = tl.load(counts_of(lists_ptr, lists_in_all) + _LISTS) + 1
+    step, oldest = tl.load(clock_ptr + STEP).to(tl.int32), tl.load(clock_ptr + OLDEST).to(tl.int32)
+    now, since = tl.load(clock_ptr + NOW), tl.full([], 0, tl.int64)
+    num_lists = tl.load(lengths_of(lists_ptr, lists_in_all) + WORK_LENGTH) + 1
     num_programs, lane = tl.num_programs(0), tl.arange(0, TILE)
     # The first leader of the next list, and what is needed of the next leader, are under way early.
     q = tl.program_id(0)
@@ -397,7 +392,7 @@ def _insert_kernel(
         table = tl.load(list_part(lists_ptr, lists_in_all, stride, LEADER_TABLES) + k)
         wanted = True
         if EXPIRES:
-            since = tl.load(clock_ptr + _SEEN) - tl.load(ttls_ptr + table)
+            since = tl.load(clock_ptr + SEEN) - tl.load(ttls_ptr + table)
             wanted = tl.load(leader_rows_ptr + k) < 0
         # What this program wrote to the bucket before is there to be read.
         tl.debug_barrier()

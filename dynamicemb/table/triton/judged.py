@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.index import Index
-from dynamicemb.table.triton.missing import LOSER_COUNT, NEXT, VICTIM_IDS, VICTIM_STAMPS, WORK, Leaders, Missing, noted
+from dynamicemb.table.triton.missing import (
+    LOSERS_LENGTH,
+    NEXT,
+    VICTIM_IDS,
+    VICTIM_STAMPS,
+    WORK,
+    Leaders,
+    Missing,
+    noted,
+)
 
 # Parts behind the lists, which have no victims' stamps.
 LOST = VICTIM_STAMPS
@@ -56,7 +65,7 @@ class Judged:
         """Return the leaders that lost, with their staged rows."""
         lists = self.lists
         rows, ids, tables = lists.part("next"), lists.part("victim_ids"), lists.part("work")
-        return Leaders(rows, ids, tables, lists.part("counts"), LOSER_COUNT, lists.num_ids)
+        return Leaders(rows, ids, tables, lists.part("lengths"), LOSERS_LENGTH, lists.num_ids)
 
 
 @triton.jit

@@ -29,14 +29,14 @@ INSERTED_OUTCOME = 1
 EVICTED_OUTCOME = 2
 EXPIRED_OUTCOME = 3
 
-# Words of ``counts``, each one less than the number.
-LEADER_COUNT = 0
-LIST_COUNT = 1
-MISSING_COUNT = 2
-LOSER_COUNT = 3
-_NUM_COUNTS = 4
+# Words of ``lengths``, each one less than the number.
+LEADERS_LENGTH = 0
+WORK_LENGTH = 1
+MISSING_LENGTH = 2
+LOSERS_LENGTH = 3
+_NUM_LENGTHS = 4
 
-# Parts of the lists after heads and counts. A part begins at its number times ``Missing.stride``; those of 64-bit
+# Parts of the lists after heads and lengths. A part begins at its number times ``Missing.stride``; those of 64-bit
 # integers are two strides wide.
 LEADER_IDS = tl.constexpr(0)
 VICTIM_IDS = tl.constexpr(2)
@@ -57,7 +57,7 @@ class _Places(NamedTuple):
     amounts: int
     claims: int
     heads: int
-    counts: int
+    lengths: int
     leader_ids: int
     victim_ids: int
     victim_scores: int
@@ -77,7 +77,7 @@ _PART_DTYPES = (torch.int64, *[torch.int32] * 3, *[torch.int64] * 3, *[torch.int
 
 @functools.lru_cache(maxsize=64)
 def _places(stride: int, num_claims: int, num_lists: int, counts: bool, stamps: bool) -> _Places:
-    sizes = [2 * num_claims if counts else 0, num_claims, num_lists, _NUM_COUNTS]
+    sizes = [2 * num_claims if counts else 0, num_claims, num_lists, _NUM_LENGTHS]
     sizes += [*[2 * stride] * 3, *[stride] * 7, 2 * stride if stamps else 0]
     return _Places(*itertools.accumulate(sizes, initial=0))
 
@@ -89,7 +89,7 @@ class Leaders(NamedTuple):
         rows: i32 ``[L]``, the row that each got, or -1.
         ids: i64 ``[L]``.
         tables: i32 ``[L]``.
-        counts: i32 ``[4]``, of the lists.
+        lengths: i32 ``[4]``, of the lists.
         word: which of them is L minus 1.
         most: what L is at most.
     """
@@ -97,7 +97,7 @@ class Leaders(NamedTuple):
     rows: Any
     ids: Any
     tables: Any
-    counts: Any
+    lengths: Any
     word: int
     most: int
 
@@ -113,7 +113,7 @@ class Missing:
     - claims, i32 ``[num_claims]``: an occurrence of the id that owns the place, or -1.
     - heads, i32 ``[num_lists]``: the last leader of each list, or -1. Bucket b is on list ``b % num_lists``: with more
       buckets than places for lists, several buckets share one list and its owner.
-    - counts, i32 ``[4]``: leaders, lists that are not empty, missing occurrences, leaders that lost; each minus 1.
+    - lengths, i32 ``[4]``: leaders, lists that are not empty, missing occurrences, leaders that lost; each minus 1.
     - leader_ids, i64 ``[N]``, of which ``[L]`` count, like all that follow.
     - victim_ids, i64 ``[N]``: the id that was evicted for the leader. Before the insert, the missing occurrences.
     - victim_scores, i64 ``[N]``.
@@ -209,7 +209,7 @@ class Missing:
         positions = torch.arange(self.num_ids, device=self.scratch.device)
         tables = torch.searchsorted(table_ranges, positions, right=True) - 1
         torch.add(tables << 32, positions, out=self.tensor("victim_ids", self.num_ids))
-        self.tensor("counts", _NUM_COUNTS)[MISSING_COUNT] = self.num_ids - 1
+        self.tensor("lengths", _NUM_LENGTHS)[MISSING_LENGTH] = self.num_ids - 1
 
     @property
     def num_zeros(self) -> int:
@@ -218,7 +218,7 @@ class Missing:
 
     @property
     def num_filled(self) -> int:
-        """Words that start at a given value: amounts, claims, heads, counts."""
+        """Words that start at a given value: amounts, claims, heads, lengths."""
         return self.places.leader_ids
 
     def tensor(self, part: str, count: int) -> torch.Tensor:
@@ -240,7 +240,7 @@ class Missing:
     def leaders(self) -> Leaders:
         """Return the leaders, for ``initialize_leaders``."""
         rows, ids, tables = self.part("leader_rows"), self.part("leader_ids"), self.part("leader_tables")
-        return Leaders(rows, ids, tables, self.part("counts"), LEADER_COUNT, self.num_ids)
+        return Leaders(rows, ids, tables, self.part("lengths"), LEADERS_LENGTH, self.num_ids)
 
 
 def _num_lists(index: Index, num_claims: int) -> int:
@@ -248,8 +248,8 @@ def _num_lists(index: Index, num_claims: int) -> int:
 
 
 @triton.jit
-def counts_of(lists_ptr, num_lists):
-    """Return where the counts of the lists begin."""
+def lengths_of(lists_ptr, num_lists):
+    """Return where the lengths of the lists begin."""
     return lists_ptr + num_lists
 
 

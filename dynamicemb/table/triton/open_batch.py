@@ -6,10 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import CLAMPED, NUM_COUNTERS, Index
+from dynamicemb.table.index import Index
 from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.triton.advance import advance_clock
+from dynamicemb.table.triton.constants import CLAMPED, NUM_TALLIES
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
 from dynamicemb.table.triton.missing import Missing
@@ -34,7 +35,7 @@ def open_batch(
     begins is empty. Boundaries that are outside of ``0..N``, decrease, or do not span all ids are counted, per table.
 
     Args:
-        index: the group's index. With ``lag`` its clock advances, see ``advance``; counters change by illegal offsets.
+        index: the group's index. With ``lag`` its clock advances, see ``advance``; tallies change by illegal offsets.
         offsets: i64 ``[F*B+1]`` as the caller gave them; not kept, so that he may refill them.
         layout: tables of the features.
         num_ids: N.
@@ -60,7 +61,7 @@ def open_batch(
     block = max(32, _TILE // tables)
     num_zeros, num_words = (0, 0) if missing is None else (missing.num_zeros, missing.num_filled)
     args = (
-        offsets, layout.table_features, index.counters, index.clock, index.score_values, index.strategies, ranges, safe,
+        offsets, layout.table_features, index.tallies, index.clock, index.score_values, index.strategies, ranges, safe,
         ranges if missing is None else missing.scratch, num_offsets, num_ids, layout.batch_size, num_tables, lag or 0,
         0 if device.type == "cuda" else time.time_ns(), num_zeros, num_words,
     )  # fmt: skip
@@ -77,10 +78,6 @@ def open_batch(
     return OpenBatch(safe, ranges, missing)
 
 
-_CLAMPED = tl.constexpr(CLAMPED)
-_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
-
-
 @triton.jit
 def _maximum(a, b):
     return tl.maximum(a, b)
@@ -88,7 +85,7 @@ def _maximum(a, b):
 
 @triton.jit
 def count_wrong(
-    offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables, counters_ptr
+    offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables, tallies_ptr
 ):  # fmt: skip
     """Count the illegal ones among boundaries ``k``, which have these values, for their tables."""
     before = tl.load(offsets_ptr + k - 1, mask=inside & (k > 0), other=0)
@@ -99,7 +96,7 @@ def count_wrong(
         table = tl.zeros(k.shape, tl.int32)
         for t in range(1, num_tables):
             table += (k >= tl.load(table_features_ptr + t) * batch_size).to(tl.int32)
-        count_by_table(counters_ptr + _CLAMPED, table, wrong, _NUM_COUNTERS)
+        count_by_table(tallies_ptr + CLAMPED, table, wrong, NUM_TALLIES)
 
 
 @triton.jit(
@@ -110,7 +107,7 @@ def count_wrong(
 def _open_kernel(
     offsets_ptr,
     table_features_ptr,
-    counters_ptr,
+    tallies_ptr,
     clock_ptr,
     score_values_ptr,
     strategies_ptr,
@@ -155,7 +152,7 @@ def _open_kernel(
         value = tl.load(offsets_ptr + k, mask=inside, other=0)
         count_wrong(
             offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
-            counters_ptr,
+            tallies_ptr,
         )  # fmt: skip
         if POOLED:
             # The range of an offset's table: the greatest boundary up to its own, and up to the next.

@@ -5,24 +5,21 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.index import Index
+from dynamicemb.table.triton.constants import LEADERS_LENGTH, WORK_LENGTH
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
 from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
 from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
-    LEADER_COUNT,
     LEADER_IDS,
     LEADER_TABLES,
-    LIST_COUNT,
     NEXT,
     POSITIONS,
     WORK,
     Missing,
-    counts_of,
+    lengths_of,
     list_part,
 )
 
-_LEADERS = tl.constexpr(LEADER_COUNT)
-_LISTS = tl.constexpr(LIST_COUNT)
 # Sorts after every list.
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -108,7 +105,7 @@ def _link_kernel(
     leader = key != _LAST
     number = tl.sum(leader.to(tl.int32), 0)
     if number > 0:
-        counts_ptr = counts_of(lists_ptr, num_lists)
+        lengths_ptr = lengths_of(lists_ptr, num_lists)
         position = tl.load(order_ptr + k, mask=leader, other=0)
         table = tl.zeros([BLOCK], tl.int32)
         for t in range(1, num_tables):
@@ -126,9 +123,9 @@ def _link_kernel(
         before = tl.load(keys_ptr + k - 1, mask=leader & (k > 0), other=-1)
         begins = leader & (before != key)
         tl.store(lists_ptr + key, k, mask=begins)
-        tl.atomic_add(counts_ptr + _LEADERS, number, sem="relaxed")
+        tl.atomic_add(lengths_ptr + LEADERS_LENGTH, number, sem="relaxed")
         beginning = begins.to(tl.int32)
         lists = tl.sum(beginning, 0)
         if lists > 0:
-            w = tl.atomic_add(counts_ptr + _LISTS, lists, sem="relaxed") + tl.cumsum(beginning, 0)
+            w = tl.atomic_add(lengths_ptr + WORK_LENGTH, lists, sem="relaxed") + tl.cumsum(beginning, 0)
             tl.store(list_part(lists_ptr, num_lists, stride, WORK) + w, key, mask=begins)

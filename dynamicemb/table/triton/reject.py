@@ -5,38 +5,28 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.admission import ADMIT_BY_COUNT, Admission
-from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NUM_COUNTERS, Index
+from dynamicemb.table.index import Index
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.staging import Stage
+from dynamicemb.table.triton.constants import (
+    EVICTED,
+    EVICTED_OUTCOME,
+    FAILED,
+    FAILED_OUTCOME,
+    INSERTED,
+    LEADERS_LENGTH,
+    LOSERS_LENGTH,
+    MISSING_LENGTH,
+    NUM_TALLIES,
+)
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.elect import push
 from dynamicemb.table.triton.hashing import mix
 from dynamicemb.table.triton.judged import LOSER_IDS, LOSER_ROWS, LOSER_TABLES, LOST, Judged, leaders_of
 from dynamicemb.table.triton.launch import cdiv, launch, padded_tables, persistent_grid
-from dynamicemb.table.triton.missing import (
-    EVICTED_OUTCOME,
-    FAILED_OUTCOME,
-    LEADER_COUNT,
-    LEADER_TABLES,
-    LOSER_COUNT,
-    MISSING_COUNT,
-    OUTCOMES,
-    Missing,
-    counts_of,
-    list_part,
-)
+from dynamicemb.table.triton.missing import LEADER_TABLES, OUTCOMES, Missing, lengths_of, list_part
 
 _BLOCK = 64
-
-_EVICTED = tl.constexpr(EVICTED)
-_EVICTED_OUTCOME = tl.constexpr(EVICTED_OUTCOME)
-_FAILED = tl.constexpr(FAILED)
-_FAILED_OUTCOME = tl.constexpr(FAILED_OUTCOME)
-_INSERTED = tl.constexpr(INSERTED)
-_LEADERS = tl.constexpr(LEADER_COUNT)
-_LOSERS = tl.constexpr(LOSER_COUNT)
-_MISSING = tl.constexpr(MISSING_COUNT)
-_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
 
 
 def reject(
@@ -63,9 +53,9 @@ def reject(
     stage = Stage.allocate(store, ids.numel())
     lists = judged.lists
     counted = admission.kind == ADMIT_BY_COUNT
-    counters = index.counters if admission.counter is None else admission.counter.counters
+    tallies = index.tallies if admission.counter is None else admission.counter.tallies
     args = (
-        ids, table_ranges, index.bucket_offsets, rows, missing.claims, missing.lists, lists.lists, counters,
+        ids, table_ranges, index.bucket_offsets, rows, missing.claims, missing.lists, lists.lists, tallies,
         store.chunk_bases, store.row_bytes, stage.store.chunk_bases, stage.memory, missing.num_lists, lists.num_lists,
         missing.stride, index.num_tables, stage.first_row, stage.stride, stage.num_entries, store.chunk_shift,
     )  # fmt: skip
@@ -80,19 +70,19 @@ def reject(
 
 
 @triton.jit
-def _count_outcomes(lists_ptr, num_lists, stride, counters_ptr, BLOCK: tl.constexpr):
+def _count_outcomes(lists_ptr, num_lists, stride, tallies_ptr, BLOCK: tl.constexpr):
     """Count what ``insert`` did to the counter: nobody else reads the outcomes."""
     tables_ptr = list_part(lists_ptr, num_lists, stride, LEADER_TABLES)
     outcomes_ptr = list_part(lists_ptr, num_lists, stride, OUTCOMES)
-    num_leaders = tl.load(counts_of(lists_ptr, num_lists) + _LEADERS) + 1
+    num_leaders = tl.load(lengths_of(lists_ptr, num_lists) + LEADERS_LENGTH) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_leaders:
         k = begin + tl.arange(0, BLOCK)
         table = tl.load(tables_ptr + k, mask=k < num_leaders, other=0)
         outcome = tl.load(outcomes_ptr + k, mask=k < num_leaders, other=-1)
-        count_by_table(counters_ptr + _INSERTED, table, outcome > 0, _NUM_COUNTERS)
-        count_by_table(counters_ptr + _EVICTED, table, outcome == _EVICTED_OUTCOME, _NUM_COUNTERS)
-        count_by_table(counters_ptr + _FAILED, table, outcome == _FAILED_OUTCOME, _NUM_COUNTERS)
+        count_by_table(tallies_ptr + INSERTED, table, outcome > 0, NUM_TALLIES)
+        count_by_table(tallies_ptr + EVICTED, table, outcome == EVICTED_OUTCOME, NUM_TALLIES)
+        count_by_table(tallies_ptr + FAILED, table, outcome == FAILED_OUTCOME, NUM_TALLIES)
         begin += tl.num_programs(0) * BLOCK
 
 
@@ -131,7 +121,7 @@ def _reject_kernel(
     claims_ptr,
     lists_ptr,
     judged_ptr,
-    counters_ptr,
+    tallies_ptr,
     bases_ptr,
     row_bytes_ptr,
     staged_bases_ptr,
@@ -156,9 +146,9 @@ def _reject_kernel(
             num_tables, rows_of_table, num_entries, chunk_shift, TABLES,
         )  # fmt: skip
     if COUNTED:
-        _count_outcomes(judged_ptr, num_judged_lists, stride, counters_ptr, BLOCK)
+        _count_outcomes(judged_ptr, num_judged_lists, stride, tallies_ptr, BLOCK)
     lost_ptr = list_part(judged_ptr, num_judged_lists, stride, LOST)
-    num_missing = tl.load(counts_of(lists_ptr, num_lists) + _MISSING) + 1
+    num_missing = tl.load(lengths_of(lists_ptr, num_lists) + MISSING_LENGTH) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_missing:
         i, table, ids, place, leader, miss = leaders_of(
@@ -172,7 +162,7 @@ def _reject_kernel(
         losing = loses.to(tl.int32)
         number = tl.sum(losing, 0)
         if number > 0:
-            count_ptr = counts_of(judged_ptr, num_judged_lists) + _LOSERS
+            count_ptr = lengths_of(judged_ptr, num_judged_lists) + LOSERS_LENGTH
             k = tl.atomic_add(count_ptr, number, sem="relaxed") + tl.cumsum(losing, 0)
             tl.store(list_part(judged_ptr, num_judged_lists, stride, LOSER_ROWS) + k, row, mask=loses)
             tl.store(list_part(judged_ptr, num_judged_lists, stride, LOSER_IDS) + k, ids, mask=loses)

@@ -4,31 +4,22 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import NOW, STEP, Index
-from dynamicemb.table.scores import COUNT_NONE, SCORE_LFU
+from dynamicemb.table.index import Index
+from dynamicemb.table.triton.constants import COUNT_NONE, EXPIRED_OUTCOME, LEADERS_LENGTH, NOW, SCORE_LFU, STEP
 from dynamicemb.table.triton.find import slots_of
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
 from dynamicemb.table.triton.missing import (
-    EXPIRED_OUTCOME,
-    LEADER_COUNT,
     LEADER_IDS,
     LEADER_ROWS,
     LEADER_TABLES,
     OUTCOMES,
     POSITIONS,
     Missing,
-    counts_of,
+    lengths_of,
     list_part,
 )
 
 _BLOCK = 64
-
-_NOW = tl.constexpr(NOW)
-_STEP = tl.constexpr(STEP)
-_COUNT_NONE = tl.constexpr(COUNT_NONE)
-_SCORE_LFU = tl.constexpr(SCORE_LFU)
-_EXPIRED_OUTCOME = tl.constexpr(EXPIRED_OUTCOME)
-_LEADERS = tl.constexpr(LEADER_COUNT)
 
 
 def revive(index: Index, rows: torch.Tensor, missing: Missing) -> None:
@@ -86,7 +77,7 @@ def _revive_kernel(
     leader_rows_ptr = list_part(lists_ptr, num_lists, stride, LEADER_ROWS)
     positions_ptr = list_part(lists_ptr, num_lists, stride, POSITIONS)
     outcomes_ptr = list_part(lists_ptr, num_lists, stride, OUTCOMES)
-    num_leaders = tl.load(counts_of(lists_ptr, num_lists) + _LEADERS) + 1
+    num_leaders = tl.load(lengths_of(lists_ptr, num_lists) + LEADERS_LENGTH) + 1
     begin = tl.program_id(0) * BLOCK
     while begin < num_leaders:
         k = begin + tl.arange(0, BLOCK)
@@ -98,15 +89,15 @@ def _revive_kernel(
         row = tl.load(slot_rows_ptr + slot, mask=back, other=-1)
         entry_ptr = out_ptr + tl.load(positions_ptr + k, mask=inside, other=0)
         score = tl.load(score_values_ptr + table)
-        if COUNTING != _COUNT_NONE:
-            counts = back & (tl.load(strategies_ptr + table) >= _SCORE_LFU)
+        if COUNTING != COUNT_NONE:
+            counts = back & (tl.load(strategies_ptr + table) >= SCORE_LFU)
             place = -2 - tl.load(entry_ptr, mask=counts, other=-2)
             score = tl.where(counts, tl.load(amounts_ptr + place, mask=counts, other=0), score)
         tl.store(scores_ptr + slot, score, mask=back)
-        tl.store(tags_ptr + slot, tl.load(clock_ptr + _STEP).to(tl.int32), mask=back)
+        tl.store(tags_ptr + slot, tl.load(clock_ptr + STEP).to(tl.int32), mask=back)
         if STAMPS:
-            tl.store(stamps_ptr + slot, tl.load(clock_ptr + _NOW), mask=back)
+            tl.store(stamps_ptr + slot, tl.load(clock_ptr + NOW), mask=back)
         tl.store(entry_ptr, row, mask=back)
-        tl.store(outcomes_ptr + k, _EXPIRED_OUTCOME, mask=back)
+        tl.store(outcomes_ptr + k, EXPIRED_OUTCOME, mask=back)
         tl.store(leader_rows_ptr + k, row, mask=inside)
         begin += tl.num_programs(0) * BLOCK

@@ -6,7 +6,7 @@ both ways, because Triton's interpreter truncates where the GPU rounds.
 
 import math
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,8 @@ from dynamicemb.table.triton.launch import power_of_two
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@dataclass(frozen=True)
-class RowShape:
-    """What the kernels of a group are compiled for.
+class RowShape(NamedTuple):
+    """What the kernels of a group are compiled for; their parameter ROW.
 
     Attributes:
         dim: dim of all tables, 0 if they differ.
@@ -32,6 +31,7 @@ class RowShape:
         max_dim: the largest dim.
         max_tail: floats from the state to the end of the row, at most.
         weight: Triton's name of the weights' dtype.
+        weight_bytes: of one weight.
     """
 
     dim: int
@@ -43,6 +43,7 @@ class RowShape:
     max_dim: int
     max_tail: int
     weight: tl.dtype
+    weight_bytes: int
 
 
 # A store's formats never change; walking a hundred of them costs more than a launch.
@@ -61,6 +62,7 @@ def _shape_of(formats: list[tuple[int, int, int]], dtype: torch.dtype) -> RowSha
         max_dim=max(dims),
         max_tail=max(size - offset for _, size, offset in formats) // 4,
         weight=TRITON_DTYPES[dtype],
+        weight_bytes=dtype.itemsize,
     )
 
 

@@ -1,18 +1,43 @@
 """Optimizer rules on rows, and stochastic rounding of fp16 and bf16 weights, for Triton kernels."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from dynamicemb.optimizer import OptimizerKind
-from dynamicemb.table.index import UPDATES
+from dynamicemb.optimizer import OptimizerSpec
+from dynamicemb.table.triton.constants import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, UPDATES
 from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.rows import bf16_bits, load_float, pointers, store_float
 
-_SGD = tl.constexpr(int(OptimizerKind.SGD))
-_ADAM = tl.constexpr(int(OptimizerKind.ADAM))
-_ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
-_ROWWISE_ADAGRAD = tl.constexpr(int(OptimizerKind.ROWWISE_ADAGRAD))
-_UPDATES = tl.constexpr(UPDATES)
+
+class Rule(NamedTuple):
+    """An optimizer as kernels are compiled for it; their parameter RULE.
+
+    Attributes:
+        kind: an ``OptimizerKind``.
+        beta1: of Adam.
+        beta2: of Adam.
+        eps: of all but SGD.
+        weight_decay: of Adam.
+        clip: gradients are clamped to +- this; 0: they are not.
+        stochastic: weights of 16 bits are rounded stochastically.
+    """
+
+    kind: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip: float
+    stochastic: bool
+
+    @classmethod
+    def of(cls, spec: OptimizerSpec, stochastic: bool) -> "Rule":
+        """Return the rule of an optimizer."""
+        clip = float(spec.max_gradient) if spec.gradient_clipping else 0.0
+        numbers = (float(spec.beta1), float(spec.beta2), float(spec.eps), float(spec.weight_decay), clip)
+        return cls(int(spec.kind), *numbers, stochastic)
 
 
 @triton.jit
@@ -29,10 +54,7 @@ def _power(BASE: tl.constexpr, exponent):
 
 
 @triton.jit
-def step_constants(
-    clock_ptr, learning_rate_ptr, KIND: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
-):  # fmt: skip
+def step_constants(clock_ptr, learning_rate_ptr, RULE: tl.constexpr):
     """Return what depends on the step alone, in fp32: step size, root correction, decay.
 
     Step size is the learning rate, for Adam / (1 - beta1^t); root correction 1 / sqrt(1 - beta2^t); decay the learning
@@ -41,52 +63,53 @@ def step_constants(
     rate = tl.load(learning_rate_ptr)
     step_size = rate
     root_correction = rate
-    decay = rate * WEIGHT_DECAY
-    if KIND == _ADAM:
-        t = tl.load(clock_ptr + _UPDATES)
-        step_size = (rate.to(tl.float64) / (1.0 - _power(BETA1, t))).to(tl.float32)
-        root_correction = (1.0 / tl.sqrt(1.0 - _power(BETA2, t))).to(tl.float32)
+    decay = rate * RULE.weight_decay
+    if RULE.kind == ADAM:
+        t = tl.load(clock_ptr + UPDATES)
+        step_size = (rate.to(tl.float64) / (1.0 - _power(RULE.beta1, t))).to(tl.float32)
+        root_correction = (1.0 / tl.sqrt(1.0 - _power(RULE.beta2, t))).to(tl.float32)
     return step_size, root_correction, decay
 
 
 @triton.jit
-def open_rows(
-    address, table, valid, column, places, KIND: tl.constexpr, DIM: tl.constexpr, STATE_OFFSET: tl.constexpr,
-    STATE_ALIGNMENT: tl.constexpr, ALIGNMENT: tl.constexpr, WEIGHT: tl.constexpr,
-):  # fmt: skip
+def open_rows(address, table, valid, column, formats, RULE: tl.constexpr, ROW: tl.constexpr):
     """Read the weights and the state of rows: a tuple for ``close_rows``.
 
     ``address``, ``table`` and ``valid`` are ``[R]``, ``column`` is ``[1, D]``; rows that are not valid read as zero.
-    ``places`` is ``(dims_ptr, state_offsets_ptr)``.
+    ``formats`` is ``(dims_ptr, state_offsets_ptr)``.
     """
+    # Attributes are plain integers, which not all of Triton takes for constants.
+    DIM: tl.constexpr = ROW.dim
+    ALIGNMENT: tl.constexpr = ROW.alignment
+    STATE_ALIGNMENT: tl.constexpr = ROW.state_alignment // 4
     dim = DIM
-    inside = valid[:, None] & (column < DIM)
-    if DIM == 0:
-        dim = tl.multiple_of(tl.load(places[0] + table), ALIGNMENT)[:, None]
+    inside = valid[:, None] & (column < ROW.dim)
+    if ROW.dim == 0:
+        dim = tl.multiple_of(tl.load(formats[0] + table), ALIGNMENT)[:, None]
         inside = valid[:, None] & (column < dim)
     # Added to the aligned pointer: Triton loses what it knows of an address when a constant is added before the cast.
     state = pointers(address, tl.float32)
-    if STATE_OFFSET >= 0:
-        state += STATE_OFFSET // 4
+    if ROW.state_offset >= 0:
+        state += ROW.state_offset // 4
     else:
-        state += tl.multiple_of(tl.load(places[1] + table) // 4, STATE_ALIGNMENT // 4)
+        state += tl.multiple_of(tl.load(formats[1] + table) // 4, STATE_ALIGNMENT)
     state = state[:, None]
-    weights = pointers(address, WEIGHT)[:, None] + column
+    weights = pointers(address, ROW.weight)[:, None] + column
     old = load_float(weights, inside)
     first = tl.zeros([1, 1], tl.float32)
     second = tl.zeros([1, 1], tl.float32)
-    if KIND == _ADAM:
+    if RULE.kind == ADAM:
         first = tl.load(state + column, mask=inside, other=0.0)
         second = tl.load(state + dim + column, mask=inside, other=0.0)
-    elif KIND == _ADAGRAD:
+    elif RULE.kind == ADAGRAD:
         first = tl.load(state + column, mask=inside, other=0.0)
-    elif KIND == _ROWWISE_ADAGRAD:
+    elif RULE.kind == ROWWISE_ADAGRAD:
         first = tl.load(state, mask=valid[:, None], other=0.0)
     return weights, state, dim, inside, old, first, second
 
 
 @triton.jit
-def apply_rule(row, g, column, valid, constants, settings, KIND: tl.constexpr):
+def apply_rule(row, g, column, valid, constants, RULE: tl.constexpr):
     """Return the updated fp32 weights of rows; write their state.
 
     SGD:              w -= lr g
@@ -95,44 +118,39 @@ def apply_rule(row, g, column, valid, constants, settings, KIND: tl.constexpr):
     Adagrad:          s += g^2;  w -= lr g / (sqrt(s) + eps)
     row-wise Adagrad: s += mean(g^2), one s per row; w as Adagrad
 
-    ``row`` is from ``open_rows``, ``constants`` from ``step_constants``, ``g`` is ``[R, D]`` and zero outside the rows;
-    ``settings`` is ``(eps, beta1, 1 - beta1, beta2, 1 - beta2)``.
+    ``row`` is from ``open_rows``, ``constants`` from ``step_constants``, ``g`` is ``[R, D]`` and zero outside the rows.
     """
     _, state, dim, inside, w, first, second = row
     step_size, root_correction, decay = constants
-    eps, beta1, rest1, beta2, rest2 = settings
-    if KIND == _SGD:
+    if RULE.kind == SGD:
         return w - step_size * g
-    elif KIND == _ADAM:
-        first = beta1 * first + rest1 * g
-        second = beta2 * second + rest2 * (g * g)
+    elif RULE.kind == ADAM:
+        first = RULE.beta1 * first + (1 - RULE.beta1) * g
+        second = RULE.beta2 * second + (1 - RULE.beta2) * (g * g)
         tl.store(state + column, first, mask=inside)
         tl.store(state + dim + column, second, mask=inside)
-        change = tl.div_rn(step_size * first, tl.sqrt_rn(second) * root_correction + eps)
+        change = tl.div_rn(step_size * first, tl.sqrt_rn(second) * root_correction + RULE.eps)
         return w - (change + decay * w)
-    elif KIND == _ADAGRAD:
+    elif RULE.kind == ADAGRAD:
         total = first + g * g
         tl.store(state + column, total, mask=inside)
-        return w - tl.div_rn(step_size * g, tl.sqrt_rn(total) + eps)
+        return w - tl.div_rn(step_size * g, tl.sqrt_rn(total) + RULE.eps)
     else:
         total = first + tl.div_rn(tl.sum(g * g, 1)[:, None], dim * 1.0)
         tl.store(state, total, mask=valid[:, None])
-        return w - tl.div_rn(step_size, tl.sqrt_rn(total) + eps) * g
+        return w - tl.div_rn(step_size, tl.sqrt_rn(total) + RULE.eps) * g
 
 
 @triton.jit
-def close_rows(
-    row, g, i, table, column, valid, constants, settings, random, KIND: tl.constexpr, STOCHASTIC: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
+def close_rows(row, g, i, table, column, valid, constants, random, RULE: tl.constexpr, ROW: tl.constexpr):
     """Apply the rule to rows and write them.
 
     ``i [R]`` are occurrences of the rows' ids; ``random`` is ``(ids_ptr, keys_ptr, clock_ptr)``.
     """
-    new = apply_rule(row, g, column, valid, constants, settings, KIND)
-    if STOCHASTIC:
+    new = apply_rule(row, g, column, valid, constants, RULE)
+    if RULE.stochastic:
         row_id = tl.load(random[0] + i, mask=valid, other=0)
-        words = row_words(tl.load(random[1] + table), row_id, tl.load(random[2] + _UPDATES), BLOCK_DIM)
+        words = row_words(tl.load(random[1] + table), row_id, tl.load(random[2] + UPDATES), ROW.block_dim)
         store_stochastic(row[0], new, row[3], words)
     else:
         store_float(row[0], new, row[3], "")

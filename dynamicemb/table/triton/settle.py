@@ -4,30 +4,22 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, NON_ADMITTED, NUM_COUNTERS, Index
+from dynamicemb.table.index import Index
+from dynamicemb.table.triton.constants import (
+    EVICTED,
+    EVICTED_OUTCOME,
+    EXPIRED,
+    EXPIRED_OUTCOME,
+    FAILED,
+    INSERTED,
+    LEADERS_LENGTH,
+    NON_ADMITTED,
+    NUM_TALLIES,
+)
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.hashing import table_of
 from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
-from dynamicemb.table.triton.missing import (
-    EVICTED_OUTCOME,
-    EXPIRED_OUTCOME,
-    LEADER_COUNT,
-    LEADER_TABLES,
-    OUTCOMES,
-    Missing,
-    counts_of,
-    list_part,
-)
-
-_LEADERS = tl.constexpr(LEADER_COUNT)
-_INSERTED = tl.constexpr(INSERTED)
-_EVICTED = tl.constexpr(EVICTED)
-_FAILED = tl.constexpr(FAILED)
-_EXPIRED = tl.constexpr(EXPIRED)
-_EVICTED_OUTCOME = tl.constexpr(EVICTED_OUTCOME)
-_EXPIRED_OUTCOME = tl.constexpr(EXPIRED_OUTCOME)
-_NON_ADMITTED = tl.constexpr(NON_ADMITTED)
-_NUM_COUNTERS = tl.constexpr(NUM_COUNTERS)
+from dynamicemb.table.triton.missing import LEADER_TABLES, OUTCOMES, Missing, lengths_of, list_part
 
 
 def settle(
@@ -40,7 +32,7 @@ def settle(
     """Give every occurrence of a missing id the row of its leader; count what was inserted, evicted and failed.
 
     Args:
-        index: the group's index; its counters change.
+        index: the group's index; its tallies change.
         table_ranges: i64 ``[T+1]``.
         rows: i32 ``[N]``, leaders' rows or -1, and ``-2 - place`` for all other occurrences of missing ids.
         missing: the scratch memory.
@@ -55,7 +47,7 @@ def settle(
     block = 1024
     staged = None if first_staged is None else torch.empty_like(rows)
     args = (
-        rows, missing.claims, missing.lists, table_ranges, index.counters, rows if staged is None else staged,
+        rows, missing.claims, missing.lists, table_ranges, index.tallies, rows if staged is None else staged,
         missing.num_lists, missing.stride, rows.numel(), index.num_tables, first_staged or 0,
     )  # fmt: skip
     constants = {
@@ -74,7 +66,7 @@ def _settle_kernel(
     claims_ptr,
     lists_ptr,
     table_ranges_ptr,
-    counters_ptr,
+    tallies_ptr,
     staged_ptr,
     num_lists,
     stride,
@@ -101,19 +93,19 @@ def _settle_kernel(
         if tl.max(rejected.to(tl.int32), 0) > 0:
             tl.store(rows_ptr + i, -1, mask=rejected)
             table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
-            count_by_table(counters_ptr + _NON_ADMITTED, table, rejected, _NUM_COUNTERS)
+            count_by_table(tallies_ptr + NON_ADMITTED, table, rejected, NUM_TALLIES)
     failed = (tl.where(follower, settled, row) == -1) & (i < num_ids)
     if tl.max(failed.to(tl.int32), 0) > 0:
         table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
-        count_by_table(counters_ptr + _FAILED, table, failed, _NUM_COUNTERS)
+        count_by_table(tallies_ptr + FAILED, table, failed, NUM_TALLIES)
     # There are no more leaders than occurrences, so the same grid covers them.
-    num_leaders = tl.load(counts_of(lists_ptr, num_lists) + _LEADERS) + 1
+    num_leaders = tl.load(lengths_of(lists_ptr, num_lists) + LEADERS_LENGTH) + 1
     if begin < num_leaders:
         tables_ptr = list_part(lists_ptr, num_lists, stride, LEADER_TABLES)
         outcomes_ptr = list_part(lists_ptr, num_lists, stride, OUTCOMES)
         table = tl.load(tables_ptr + i, mask=i < num_leaders, other=0)
         outcome = tl.load(outcomes_ptr + i, mask=i < num_leaders, other=0)
-        count_by_table(counters_ptr + _INSERTED, table, outcome > 0, _NUM_COUNTERS)
-        count_by_table(counters_ptr + _EVICTED, table, outcome == _EVICTED_OUTCOME, _NUM_COUNTERS)
+        count_by_table(tallies_ptr + INSERTED, table, outcome > 0, NUM_TALLIES)
+        count_by_table(tallies_ptr + EVICTED, table, outcome == EVICTED_OUTCOME, NUM_TALLIES)
         if EXPIRES:
-            count_by_table(counters_ptr + _EXPIRED, table, outcome == _EXPIRED_OUTCOME, _NUM_COUNTERS)
+            count_by_table(tallies_ptr + EXPIRED, table, outcome == EXPIRED_OUTCOME, NUM_TALLIES)

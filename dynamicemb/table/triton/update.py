@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
-from dynamicemb.table.triton.group import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
 from dynamicemb.table.triton.launch import launch, persistent_grid
 from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, row_shape, stream_float
-from dynamicemb.table.triton.rules import close_rows, open_rows, step_constants
+from dynamicemb.table.triton.rules import Rule, close_rows, open_rows, step_constants
+from dynamicemb.table.triton.segments import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
 
 _FEW = tl.constexpr(FEW)
+_PIECE = tl.constexpr(PIECE)
 # Programs beyond those that fit at once even out unequal shares.
 _WAVES = 4
 # Values of a tile of whole segments.
@@ -33,13 +34,12 @@ def _grid(device: torch.device, most: int, warps: int) -> tuple[int]:
 def update(
     store: RowStore,
     spec: OptimizerSpec,
-    lookup: Lookup,
-    grad: torch.Tensor,
+    gradients: Gradients,
     clock: torch.Tensor,
     learning_rate: torch.Tensor,
     table_keys: torch.Tensor | None = None,
 ) -> None:
-    """Apply one optimizer step to every row of a lookup, in place; what it computes is in the CPU twin.
+    """Apply one optimizer step to every row of a batch, in place; what it computes is in the CPU twin.
 
     Units of at most PIECE occurrences are summed by one program each. A unit that is a whole segment is applied at
     once; the sums of pieces go to scratch memory, and a second kernel adds them in order and applies them. So a sum
@@ -48,8 +48,7 @@ def update(
     Args:
         store: the rows.
         spec: the optimizer; its learning rate is not read.
-        lookup: occurrences of the forward.
-        grad: ``[B, total_D]`` with pooling, else ``[N, D]``; float32, float16 or bfloat16.
+        gradients: of the occurrences.
         clock: i64 ``[CLOCK_SIZE]``; UPDATES counts this step, in place, and is then its number: Adam's t and the step
             of stochastic rounding. Read on the device.
         learning_rate: f32 ``[1]``, read on the device.
@@ -65,19 +64,19 @@ def update(
     if stochastic and table_keys is None:
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
     shape = row_shape(store)
-    num = lookup.rows.numel()
+    num = gradients.rows.numel()
     few = num <= MOST_RANKED
-    scratch = Scratch.allocate(lookup, shape.block_dim)
-    begin_update(store, lookup, clock, scratch, few)
+    scratch = Scratch.allocate(gradients, shape.block_dim)
+    begin_update(store, gradients, clock, scratch, few)
     if num == 0:
         return
     if few:
         groups = Groups(scratch.order, scratch.counts, scratch.words, most_long_segments(num))
     else:
-        groups = group_by_row(store, lookup, scratch.counts, scratch.words)
+        groups = group_by_row(store, gradients, scratch.counts, scratch.words)
     num_windows = most_long_segments(num)
     common = (
-        lookup.ids,
+        gradients.ids,
         clock if table_keys is None else table_keys,
         clock,
         learning_rate,
@@ -86,50 +85,31 @@ def update(
         scratch.partials,
         num_windows,
     )
-    constants = _constants(spec, shape, stochastic)
-    _launch_units(groups, spec, grad.contiguous(), scratch, common, constants)
+    rule = Rule.of(spec, stochastic)
+    _launch_units(groups, gradients.values, scratch, common, (rule, shape))
     if num > PIECE:
         warps = min(8, max(_COMBINE_WARPS, shape.block_dim // 256))
         launch(
             _combine_kernel,
-            _grid(grad.device, num_windows, warps),
-            (lookup.ids, groups.order, groups.counts, groups.words, num, groups.most_long, *common[1:]),
-            {**constants, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
+            _grid(gradients.ids.device, num_windows, warps),
+            (gradients.ids, groups.order, groups.counts, groups.words, num, groups.most_long, *common[1:]),
+            {"RULE": rule, "ROW": shape, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
             num_warps=warps,
             # The CPU twin rounds every product too.
             enable_fp_fusion=False,
         )
 
 
-def _constants(spec: OptimizerSpec, shape: RowShape, stochastic: bool) -> dict[str, Any]:
-    """Return the constexpr parameters of both kernels that apply an optimizer."""
-    return {
-        "KIND": int(spec.kind),
-        "BETA1": float(spec.beta1),
-        "BETA2": float(spec.beta2),
-        "EPS": float(spec.eps),
-        "WEIGHT_DECAY": float(spec.weight_decay),
-        "DIM": shape.dim,
-        "BLOCK_DIM": shape.block_dim,
-        "STATE_OFFSET": shape.state_offset,
-        "STATE_ALIGNMENT": shape.state_alignment,
-        "ALIGNMENT": shape.alignment,
-        "WEIGHT": shape.weight,
-        "STOCHASTIC": stochastic,
-        "PIECE": PIECE,
-    }
-
-
 def _launch_units(
     groups: Groups,
-    spec: OptimizerSpec,
     grad: torch.Tensor,
     scratch: Scratch,
     common: tuple[Any, ...],
-    constants: dict[str, Any],
+    compiled_for: tuple[Rule, RowShape],
 ) -> None:
     """Sum the units, apply whole segments."""
-    num, block_dim = common[0].numel(), constants["BLOCK_DIM"]
+    rule, shape = compiled_for
+    num, block_dim = common[0].numel(), shape.block_dim
     warps = max(1, min(8, block_dim // 256))
     pooled, scaled = scratch.places is not None, scratch.scales is not None
     launch(
@@ -146,11 +126,11 @@ def _launch_units(
             *common,
         ),
         {
-            **constants,
+            "RULE": rule,
+            "ROW": shape,
             "GRADIENT": TRITON_DTYPES[grad.dtype],
             "POOLED": pooled,
             "SCALED": scaled,
-            "CLIP": float(spec.max_gradient) if spec.gradient_clipping else 0.0,
             "AT_ONCE": max(4, min(16, 1024 // block_dim)),
             "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
         },
@@ -161,26 +141,27 @@ def _launch_units(
 
 @triton.jit
 def _gradients(
-    i, present, column, columns, grads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
-    POOLED: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+    i, present, column, columns, grads, RULE: tl.constexpr, ROW: tl.constexpr, POOLED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Return the fp32 gradients ``[R, D]`` of occurrences ``i [R]``, clamped to +-CLIP if it is > 0, scaled.
+    """Return the fp32 gradients ``[R, D]`` of occurrences ``i [R]``, clamped and scaled.
 
     ``columns`` says which columns the rows have; ``grads`` is ``(grad_ptr, places_ptr, scales_ptr)``.
     """
+    ALIGNMENT: tl.constexpr = ROW.alignment
     grad_ptr, places_ptr, scales_ptr = grads
     if POOLED:
         place = tl.multiple_of(tl.load(places_ptr + i, mask=present, other=0), ALIGNMENT)
     else:
-        place = i * DIM
+        place = i * ROW.dim
     mask = present[:, None]
-    if BLOCK_DIM != DIM:
+    if ROW.block_dim != ROW.dim:
         mask = mask & columns
     values = stream_float(grad_ptr + place[:, None] + column, mask)
-    if CLIP > 0:
+    if RULE.clip > 0:
         # Comparisons with NaN are false: NaN stays.
-        values = tl.where(values > CLIP, CLIP, values)
-        values = tl.where(values < -CLIP, -CLIP, values)
+        values = tl.where(values > RULE.clip, RULE.clip, values)
+        values = tl.where(values < -RULE.clip, -RULE.clip, values)
     if SCALED:
         values *= tl.load(scales_ptr + i, mask=present, other=0.0)[:, None]
     return values
@@ -188,15 +169,14 @@ def _gradients(
 
 @triton.jit
 def _update_many(
-    lists, grads, random, places, constants, settings, partials_ptr, num_windows, column, KIND: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, STATE_OFFSET: tl.constexpr, STATE_ALIGNMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, PIECE: tl.constexpr, POOLED: tl.constexpr,
-    SCALED: tl.constexpr, CLIP: tl.constexpr, AT_ONCE: tl.constexpr, FEW: tl.constexpr,
+    lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE: tl.constexpr,
+    ROW: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, num = lists
     num_many = tl.load(counts_ptr + 1)
     one = tl.arange(0, 1)
+    BLOCK_DIM: tl.constexpr = ROW.block_dim
     u = tl.program_id(0)
     while u < num_many:
         place = num - 1 - u
@@ -207,41 +187,32 @@ def _update_many(
             tables = one + table
             # A piece leaves its row to the second kernel.
             valid = one < tl.where(whole, 1, 0)
-            row = open_rows(
-                tl.load(addresses_ptr + place + one), tables, valid, column, places,
-                KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
-            )  # fmt: skip
+            row = open_rows(tl.load(addresses_ptr + place + one), tables, valid, column, formats, RULE, ROW)
             sums = tl.zeros([1, BLOCK_DIM], tl.float32)
             # The gradients of a short segment one by one, as among units of few occurrences: a sum shall not depend on
             # where its unit stands.
-            width = tl.where(whole & (count <= FEW), 1, AT_ONCE)
+            width = tl.where(whole & (count <= _FEW), 1, AT_ONCE)
             done = 0
             while done < count:
                 lane = done + tl.arange(0, AT_ONCE)
                 present = lane < tl.minimum(count, done + width)
                 i = tl.load(order_ptr + begin + lane, mask=present, other=0)
-                values = _gradients(
-                    i, present, column, column < row[2], grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP
-                )
+                values = _gradients(i, present, column, column < row[2], grads, RULE, ROW, POOLED, SCALED)
                 sums += tl.sum(values, 0)[None, :]
                 done += width
             if whole:
                 i = tl.load(firsts_ptr + place + one)
-                close_rows(
-                    row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM
-                )
+                close_rows(row, sums, i, tables, column, valid, constants, random, RULE, ROW)
             else:
-                window = tl.where(initial, 0, num_windows) + begin // PIECE
+                window = tl.where(initial, 0, num_windows) + begin // _PIECE
                 tl.store(partials_ptr + window.to(tl.int64) * BLOCK_DIM + column, sums)
         u += tl.num_programs(0)
 
 
 @triton.jit
 def _update_few(
-    lists, grads, random, places, constants, settings, column, KIND: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, STATE_OFFSET: tl.constexpr, STATE_ALIGNMENT: tl.constexpr, ALIGNMENT: tl.constexpr,
-    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
-    ROWS: tl.constexpr,
+    lists, grads, random, formats, constants, column, RULE: tl.constexpr, ROW: tl.constexpr, POOLED: tl.constexpr,
+    SCALED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Work on whole segments of few occurrences: ROWS side by side, first the first occurrence of each."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr = lists[:5]
@@ -253,19 +224,17 @@ def _update_few(
         begin, count, table, _, _ = unpack(tl.load(units_ptr + u, mask=valid, other=0))
         i = tl.load(firsts_ptr + u, mask=valid, other=0)
         address = tl.load(addresses_ptr + u, mask=valid, other=0)
-        row = open_rows(
-            address, table, valid, column, places, KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT
-        )
+        row = open_rows(address, table, valid, column, formats, RULE, ROW)
         columns = column < row[2]
-        sums = _gradients(i, valid, column, columns, grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP)
+        sums = _gradients(i, valid, column, columns, grads, RULE, ROW, POOLED, SCALED)
         longest = tl.max(count, 0)
         done = 1
         while done < longest:
             present = done < count
             other = tl.load(order_ptr + begin + done, mask=present, other=0)
-            sums += _gradients(other, present, column, columns, grads, DIM, BLOCK_DIM, ALIGNMENT, POOLED, SCALED, CLIP)
+            sums += _gradients(other, present, column, columns, grads, RULE, ROW, POOLED, SCALED)
             done += 1
-        close_rows(row, sums, i, table, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
+        close_rows(row, sums, i, table, column, valid, constants, random, RULE, ROW)
         first += tl.num_programs(0) * ROWS
 
 
@@ -286,42 +255,25 @@ def _update_kernel(
     state_offsets_ptr,
     partials_ptr,
     num_windows,
-    KIND: tl.constexpr,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    EPS: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    STATE_OFFSET: tl.constexpr,
-    STATE_ALIGNMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PIECE: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
     GRADIENT: tl.constexpr,
     POOLED: tl.constexpr,
     SCALED: tl.constexpr,
-    CLIP: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    constants = step_constants(clock_ptr, learning_rate_ptr, KIND, BETA1, BETA2, WEIGHT_DECAY)
-    settings = (EPS, BETA1, 1 - BETA1, BETA2, 1 - BETA2)
+    constants = step_constants(clock_ptr, learning_rate_ptr, RULE)
     addresses_ptr = words_ptr + num
     lists = (counts_ptr, order_ptr, words_ptr, addresses_ptr, addresses_ptr + num, num)
     grads = (grad_ptr, places_ptr, scales_ptr)
     random = (ids_ptr, keys_ptr, clock_ptr)
-    places = (dims_ptr, state_offsets_ptr)
-    column = tl.arange(0, BLOCK_DIM)[None, :]
+    formats = (dims_ptr, state_offsets_ptr)
+    column = tl.arange(0, ROW.block_dim)[None, :]
     _update_many(
-        lists, grads, random, places, constants, settings, partials_ptr, num_windows, column, KIND, DIM, BLOCK_DIM,
-        STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT, STOCHASTIC, PIECE, POOLED, SCALED, CLIP, AT_ONCE, _FEW,
-    )  # fmt: skip
-    _update_few(
-        lists, grads, random, places, constants, settings, column, KIND, DIM, BLOCK_DIM,
-        STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT, STOCHASTIC, POOLED, SCALED, CLIP, ROWS,
-    )  # fmt: skip
+        lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE, ROW, POOLED, SCALED, AT_ONCE
+    )
+    _update_few(lists, grads, random, formats, constants, column, RULE, ROW, POOLED, SCALED, ROWS)
 
 
 @triton.jit(do_not_specialize=["num", "most_long", "num_windows"])
@@ -339,26 +291,14 @@ def _combine_kernel(
     state_offsets_ptr,
     partials_ptr,
     num_windows,
-    KIND: tl.constexpr,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    EPS: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    STATE_OFFSET: tl.constexpr,
-    STATE_ALIGNMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PIECE: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    constants = step_constants(clock_ptr, learning_rate_ptr, KIND, BETA1, BETA2, WEIGHT_DECAY)
-    settings = (EPS, BETA1, 1 - BETA1, BETA2, 1 - BETA2)
+    constants = step_constants(clock_ptr, learning_rate_ptr, RULE)
     random = (ids_ptr, keys_ptr, clock_ptr)
-    places = (dims_ptr, state_offsets_ptr)
-    column = tl.arange(0, BLOCK_DIM)[None, :]
+    formats = (dims_ptr, state_offsets_ptr)
+    column = tl.arange(0, ROW.block_dim)[None, :]
     one = tl.arange(0, 1)
     valid = one < 1
     num_long = tl.load(counts_ptr + 2)
@@ -368,21 +308,18 @@ def _combine_kernel(
         word = tl.load(long_ptr + q)
         begin, _, table, _, _ = unpack(word)
         if word >= 0:
-            num_pieces = tl.cdiv(tl.load(long_ptr + 2 * most_long + q).to(tl.int32), PIECE)
+            num_pieces = tl.cdiv(tl.load(long_ptr + 2 * most_long + q).to(tl.int32), _PIECE)
             tables = one + table
-            row = open_rows(
-                tl.load(long_ptr + most_long + q + one), tables, valid, column, places,
-                KIND, DIM, STATE_OFFSET, STATE_ALIGNMENT, ALIGNMENT, WEIGHT,
-            )  # fmt: skip
-            first = partials_ptr + (begin // PIECE).to(tl.int64) * BLOCK_DIM
+            row = open_rows(tl.load(long_ptr + most_long + q + one), tables, valid, column, formats, RULE, ROW)
+            first = partials_ptr + (begin // _PIECE).to(tl.int64) * ROW.block_dim
             sums = tl.load(first + column)
-            others = first + num_windows.to(tl.int64) * BLOCK_DIM
+            others = first + num_windows.to(tl.int64) * ROW.block_dim
             piece = 1
             while piece < num_pieces:
                 lane = piece + tl.arange(0, AT_ONCE)
-                partials = others + lane.to(tl.int64)[:, None] * BLOCK_DIM + column
+                partials = others + lane.to(tl.int64)[:, None] * ROW.block_dim + column
                 sums += tl.sum(tl.load(partials, mask=(lane < num_pieces)[:, None], other=0.0), 0)[None, :]
                 piece += AT_ONCE
             i = tl.load(order_ptr + begin + one)
-            close_rows(row, sums, i, tables, column, valid, constants, settings, random, KIND, STOCHASTIC, BLOCK_DIM)
+            close_rows(row, sums, i, tables, column, valid, constants, random, RULE, ROW)
         q += tl.num_programs(0)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
@@ -61,15 +61,15 @@ def most_long_segments(num: int) -> int:
     return num // PIECE + 1
 
 
-def group_by_row(store: RowStore, lookup: Lookup, counts: Any = None, words: Any = None) -> Groups:
-    """Sort the occurrences of a lookup by row, keeping their order within a row, and list the units of work.
+def group_by_row(store: RowStore, gradients: Gradients, counts: Any = None, words: Any = None) -> Groups:
+    """Sort the occurrences of a batch by row, keeping their order within a row, and list the units of work.
 
     The sort is stable and the pieces are counted from their segment's start, so what is summed
     in which order depends on the segment alone.
 
     Args:
         store: the rows.
-        lookup: occurrences of the forward; those of row -1 are in no unit.
+        gradients: of the occurrences; those of row -1 are in no unit.
         counts: memory for ``Groups.counts``, zeros; None allocates it, and ``words``, here.
         words: memory for ``Groups.words``.
 
@@ -77,7 +77,7 @@ def group_by_row(store: RowStore, lookup: Lookup, counts: Any = None, words: Any
 
     Host sync: none. Bytes moved: 4 N + 96 N for the sort, 20 N + 16 for each unit.
     """
-    rows = lookup.rows
+    rows = gradients.rows
     num, device = rows.numel(), rows.device
     most_long = most_long_segments(num)
     if counts is None:
@@ -90,7 +90,7 @@ def group_by_row(store: RowStore, lookup: Lookup, counts: Any = None, words: Any
         (
             ordered,
             order,
-            lookup.table_ranges,
+            gradients.table_ranges,
             store.chunk_bases,
             store.row_bytes,
             counts,
