@@ -2,13 +2,12 @@
 
 from typing import Protocol
 
-import torch
-
 from dynamicemb.score_strategy import ScoreStrategy
+from dynamicemb.table.placement import Placement
 
 
 class DescribedTable(Protocol):
-    """A table by its description: ``sources.Table``, or ``inspection.dumped.DumpedTable``, which no memory holds."""
+    """A table by its description: ``tables.Table``, or ``inspection.dumped.DumpedTable``, which no memory holds."""
 
     @property
     def folder(self) -> str:
@@ -34,5 +33,5 @@ class DescribedTable(Protocol):
     def strategy_names(self) -> list[str]:
         """Names of the strategies, in the order of a dump's columns."""
 
-    def owners(self, ids: torch.Tensor, world_size: int) -> torch.Tensor:
-        """Return the rank that owns each id, of so many ranks."""
+    def placement(self, world_size: int) -> Placement:
+        """Return where the table is; unless that was said, a part of its rows is on each of so many ranks."""

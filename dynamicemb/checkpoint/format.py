@@ -9,8 +9,9 @@ from typing import Any
 
 from dynamicemb.checkpoint.checksum import crc32
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
+from dynamicemb.table.placement import Placement, Rule
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 
 KEYS = "emb_keys"
@@ -31,7 +32,7 @@ _ENVELOPE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"manifest": (.*)\}\n', re
 
 
 def rank_file(table: str, item: str, rank: int, world_size: int) -> str:
-    """Return the name of one of a rank's files."""
+    """Return the name of one of a rank's files; of a table on some of the ranks, the part and how many there are."""
     return f"{table}_{item}.rank_{rank}.world_size_{world_size}"
 
 
@@ -132,7 +133,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table of a dump. Lists have an entry for each rank.
+    """A table of a dump. Lists have an entry for each part of the rows: for each rank, unless some have none.
 
     Attributes:
         dim: D.
@@ -151,6 +152,8 @@ class TableEntry:
         capacities: rows at most.
         num_counters: entries of the counter files.
         num_tombstones: ids in ``emb_tombstones``; only of an increment.
+        placement: where the table was. Its rule says what ``dist_type`` and ``num_embeddings`` say, for readers of
+            version 1 of the format, which had no placements.
     """
 
     dim: int
@@ -169,6 +172,12 @@ class TableEntry:
     capacities: list[int]
     num_counters: list[int]
     num_tombstones: list[int]
+    placement: Placement
+
+    @property
+    def num_parts(self) -> int:
+        """How many files there are of each kind."""
+        return self.placement.num_parts
 
     def items(self, kind: str) -> list[str]:
         """Return which files each rank has."""
@@ -176,6 +185,12 @@ class TableEntry:
         items += [OPT_VALUES] if self.num_state >= 0 else []
         items += [COUNTER_KEYS, COUNTER_FREQUENCIES] if self.has_counter else []
         return items + ([TOMBSTONES] if kind == INCREMENT else [])
+
+    def check_placement(self, world_size: int) -> None:
+        """Raise ValueError where the placement does not fit the other fields, or the ranks that wrote."""
+        placement, rule = self.placement, Rule(self.dist_type, self.num_embeddings)
+        if placement.columns != ((0, self.dim),) or placement.rule != rule or max(placement.ranks) >= world_size:
+            raise ValueError(f"{placement} of a table with dim {self.dim} and {rule} on {world_size} ranks")
 
     def file_size(self, item: str, rank: int) -> int:
         """Return the bytes that a file must have."""
@@ -234,9 +249,9 @@ class Manifest:
             for name, table in tables.items():
                 sizes[inside(folder, meta_file(name))] = -1
                 for item in table.items(self.kind):
-                    for rank in range(self.world_size):
-                        path = inside(folder, rank_file(name, item, rank, self.world_size))
-                        sizes[path] = table.file_size(item, rank)
+                    for part in range(table.num_parts):
+                        path = inside(folder, rank_file(name, item, part, table.num_parts))
+                        sizes[path] = table.file_size(item, part)
         return sizes
 
     def to_bytes(self) -> bytes:
@@ -274,6 +289,8 @@ class Manifest:
                 f"load it with dynamicemb {values.get('package_version')} or later"
             )
         try:
+            if version == 1:
+                _add_placements(values)
             manifest: Manifest = typed(cls, values, "manifest")
             manifest._check()
         except ValueError as error:
@@ -290,6 +307,7 @@ class Manifest:
                 raise ValueError(f"folder {folder!r}")
             for name, table in tables.items():
                 check_table_name(name)
+                table.check_placement(self.world_size)
                 lists = (
                     table.counts,
                     table.sizes,
@@ -298,14 +316,34 @@ class Manifest:
                     table.num_counters,
                     table.num_tombstones,
                 )
-                if any(len(values) != self.world_size or min(values) < 0 for values in lists):
-                    raise ValueError(f"table {name!r} has {[len(v) for v in lists]} numbers of {self.world_size} ranks")
+                if any(len(values) != table.num_parts or min(values) < 0 for values in lists):
+                    raise ValueError(f"table {name!r} has {[len(v) for v in lists]} numbers of {table.num_parts} parts")
         expected = self.expected_files()
         if expected.keys() != self.files.keys():
             raise ValueError(f"files {sorted(expected.keys() ^ self.files.keys())[:3]} are listed or needed, not both")
         for path, size in expected.items():
             if size not in (-1, self.files[path].size):
                 raise ValueError(f"{path} has {self.files[path].size} bytes, its table needs {size}")
+
+
+def _add_placements(values: Any) -> None:
+    """Add what version 1 did not say to a parsed manifest: each table had a part of its rows on every rank.
+
+    Raises:
+        ValueError: it is no manifest.
+    """
+    try:
+        for tables in values["collections"].values():
+            for entry in tables.values():
+                add_placement(entry, values["world_size"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"manifest of version 1 without {error!r}") from None
+
+
+def add_placement(entry: dict[str, Any], world_size: int) -> None:
+    """Add to a parsed entry of version 1 that a part of the rows was on each of so many ranks."""
+    rule = {"dist_type": entry["dist_type"], "num_embeddings": entry["num_embeddings"]}
+    entry["placement"] = {"rule": rule, "ranks": list(range(world_size)), "columns": [[0, entry["dim"]]]}
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
@@ -319,6 +357,10 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return {name: typed(arguments[1], part, f"{where}[{name!r}]") for name, part in value.items()}
     if origin is list and isinstance(value, list):
         return [typed(arguments[0], part, where) for part in value]
+    if origin is tuple and isinstance(value, list):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        if len(kinds) == len(value):
+            return tuple(typed(kind, part, where) for kind, part in zip(kinds, value, strict=True))
     if origin is types.UnionType:
         return None if value is None else typed(arguments[0], value, where)
     if kind in (int, str, bool) and type(value) is kind:

@@ -15,15 +15,17 @@ from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.index import Index
-from dynamicemb.table.ownership import CONTINUOUS, owner_of
+from dynamicemb.table.placement import Placement, Rule
 from dynamicemb.table.rows import RowFormat
 from dynamicemb.types import Counter
 from dynamicemb.warn import warn
 
-# A sharded collection lists the modules that hold its dynamic tables under this name, and under the other one how many
-# rows each table has over all ranks.
+# A sharded collection lists the modules that hold its dynamic tables on this rank under the first name; under the second
+# one how many rows each table has over all ranks; and under the third one where tables are, also those of which this
+# rank has no part. A table that is not named there has a part of its rows on every rank.
 MODULES = "dynamic_embedding_modules"
 SIZES = "dynamic_table_sizes"
+PLACEMENTS = "dynamic_table_placements"
 
 
 @dataclass(frozen=True)
@@ -32,34 +34,49 @@ class Collection:
 
     Attributes:
         path: ``model``, or ``model.a.b`` of a collection below the root; the folder's name.
-        modules: groups of tables.
+        modules: groups of tables; none on a rank without a part of any.
         sizes: rows of each table over all ranks, where they are known.
+        placements: where each table is, where that was said.
         module: the collection itself.
     """
 
     path: str
     modules: list[BatchedDynamicEmbeddingTablesV2]
     sizes: Mapping[str, int]
+    placements: Mapping[str, Placement]
     module: nn.Module
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of this rank.
+    """A table, of which this rank may have no part. Then only folder, name and placement are known here.
 
     Attributes:
         folder: of its files inside the dump.
         name: the table's name.
-        module: the group that holds it.
-        index: its place in the group.
+        held_by: the group that holds this rank's part, None if there is none.
+        index: its place in the group, -1 without one.
         num_embeddings: rows over all ranks, where known.
+        given: where the table is, None for a part of its rows on every rank.
     """
 
     folder: str
     name: str
-    module: BatchedDynamicEmbeddingTablesV2
+    held_by: BatchedDynamicEmbeddingTablesV2 | None
     index: int
     num_embeddings: int | None
+    given: Placement | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has a part of the table; all attributes below want one."""
+        return self.held_by is not None
+
+    @property
+    def module(self) -> BatchedDynamicEmbeddingTablesV2:
+        """The group that holds this rank's part."""
+        assert self.held_by is not None, f"this rank has no part of table {self}"
+        return self.held_by
 
     @property
     def group(self) -> TableGroup:
@@ -120,13 +137,19 @@ class Table:
         strategy = self.strategy
         return [strategy.name] if isinstance(strategy, DynamicEmbScoreStrategy) else [s.name for s in strategy]
 
-    def owners(self, ids: torch.Tensor, world_size: int) -> torch.Tensor:
-        """Return the rank that owns each id, of so many ranks.
+    def placement(self, world_size: int) -> Placement:
+        """Return where the table is; unless that was said, a part of its rows is on each of so many ranks.
 
         Raises:
             ValueError: the routing is ``continuous`` and nobody knows the table's size.
         """
-        return owner_of(ids, world_size, self.options.dist_type, self.num_embeddings)
+        if self.given is not None:
+            return self.given
+        return Placement.row_wise(Rule(self.options.dist_type, self.num_embeddings), world_size, self.dim)
+
+    def owns(self, ids: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return which of some ids i64 ``[M]`` belong to this one of the ranks, bool ``[M]``."""
+        return self.placement(ranks.world_size).owns(ids, ranks.rank)
 
     def __str__(self) -> str:
         return f"{self.folder}/{self.name}" if self.folder else self.name
@@ -157,10 +180,11 @@ def _collect(module: nn.Module, path: str, found: list[Collection], seen: set[in
     seen.add(id(module))
     modules = getattr(module, MODULES, None)
     if isinstance(module, BatchedDynamicEmbeddingTablesV2):
-        found.append(Collection(path, [module], {}, module))
+        found.append(Collection(path, [module], {}, getattr(module, PLACEMENTS, {}), module))
     elif modules is not None:
-        if modules:
-            found.append(Collection(path, list(modules), getattr(module, SIZES, {}), module))
+        placements = getattr(module, PLACEMENTS, {})
+        if modules or placements:
+            found.append(Collection(path, list(modules), getattr(module, SIZES, {}), placements, module))
     else:
         for name, child in module.named_children():
             _collect(child, f"{path}.{name}", found, seen)
@@ -235,7 +259,7 @@ def tables_of_model(
     tables = []
     for collection in collections:
         names = None if table_names is None else table_names.get(collection.path)
-        tables += tables_of_modules(collection.modules, collection.path, names, collection.sizes)
+        tables += tables_of_collection(collection, names)
     if collections:
         _check_files(tables, table_names)
     return tables
@@ -263,7 +287,7 @@ def tables_of_module(module: BatchedDynamicEmbeddingTablesV2, table_names: Itera
         TypeError: ``table_names`` is a string.
         ValueError: there is no such table, or a table's name cannot begin a file name.
     """
-    tables = tables_of_modules([module], "", table_names)
+    tables = tables_of_modules([module], "", table_names, placements=getattr(module, PLACEMENTS, {}))
     _check_files(tables, table_names)
     return tables
 
@@ -279,23 +303,33 @@ def _check_files(tables: list[Table], table_names: Any) -> None:
         check_table_name(table.name)
 
 
+def tables_of_collection(collection: Collection, names: Iterable[str] | None = None) -> list[Table]:
+    """Return the tables of a collection that are meant, ordered by name; errors are those of ``tables_of_modules``."""
+    return tables_of_modules(collection.modules, collection.path, names, collection.sizes, collection.placements)
+
+
 def tables_of_modules(
     modules: list[BatchedDynamicEmbeddingTablesV2],
     folder: str,
     names: Iterable[str] | None = None,
     sizes: Mapping[str, int] | None = None,
+    placements: Mapping[str, Placement] | None = None,
 ) -> list[Table]:
-    """Return the tables of some modules that are meant, ordered by name.
+    """Return the tables of some modules that are meant, ordered by name; and those that are placed on other ranks.
 
     Raises:
         TypeError: ``names`` is a string.
         ValueError: there is no such table.
     """
-    tables = [
-        Table(folder, name, module, index, (sizes or {}).get(name))
-        for module in modules
-        for index, name in enumerate(module.table_names)
-    ]
+    sizes, placements = sizes or {}, placements or {}
+
+    def table(name: str, module: BatchedDynamicEmbeddingTablesV2 | None, index: int) -> Table:
+        given = placements.get(name)
+        return Table(folder, name, module, index, sizes.get(name, given and given.rule.num_embeddings), given)
+
+    tables = [table(name, module, index) for module in modules for index, name in enumerate(module.table_names)]
+    held = {table.name for table in tables}
+    tables += [table(name, None, -1) for name in placements if name not in held]
     if isinstance(names, str):
         raise TypeError(f"table_names must be a list of names, got {names!r}")
     wanted = [table.name for table in tables] if names is None else list(names)
@@ -308,25 +342,6 @@ def tables_of_modules(
     return sorted((table for table in tables if table.name in wanted), key=lambda table: table.name)
 
 
-def check_routing_known(table: Table, world_size: int) -> None:
-    """Refuse ``continuous`` routing over several ranks where the table's size is unknown.
-
-    Raises:
-        ValueError: as said.
-    """
-    if table.options.dist_type == CONTINUOUS and world_size > 1 and table.num_embeddings is None:
-        raise ValueError(
-            f"table {table}: dist_type 'continuous' over {world_size} ranks needs the table's num_embeddings, which a "
-            "module outside a sharded collection does not know; use 'roundrobin'"
-        )
-
-
-def describe(tables: list[Table]) -> list[tuple[Any, ...]]:
-    """Return what all ranks must agree on about their tables."""
-    return [
-        (
-            t.folder, t.name, t.dim, str(t.module.embedding_dtype), t.module.optimizer.name, t.num_state,
-            t.strategy_names, t.options.dist_type, t.num_embeddings,
-        )
-        for t in tables
-    ]  # fmt: skip
+def here(tables: Iterable[Table]) -> list[Table]:
+    """Return the tables of which this rank has a part."""
+    return [table for table in tables if table.is_here]

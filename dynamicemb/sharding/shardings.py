@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.checks.params import drop_own_params
 from dynamicemb.sharding.compute_kernels import BatchedDynamicEmbedding, BatchedDynamicEmbeddingBag
-from dynamicemb.sharding.exchange.input_dist import DynamicFeaturesDist, Route
+from dynamicemb.sharding.exchange.input_dist import DynamicFeaturesDist
 from dynamicemb.sharding.exchange.insert_plans import PlansInserts
 from dynamicemb.sharding.exchange.pooled_output import PooledOutputDist, RwPooledSharding
 from dynamicemb.sharding.exchange.sent_batch import Sending
@@ -22,7 +22,9 @@ from dynamicemb.sharding.planning.constraints import (
     SEED_PARAM,
     DynamicEmbParameterSharding,
     is_dynamic,
+    row_wise,
 )
+from dynamicemb.table.placement import Placement
 from dynamicemb.warn import warn
 
 # Dynamic tables form a sharding of their own beside TorchRec's row-wise one, which keeps its input dist.
@@ -69,7 +71,7 @@ class DynamicRwSequenceSharding(RwSequenceEmbeddingSharding):
         device = device or self._device
         sending = self.sending or Sending()
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device, True, keep_weights=self.carries_counts, sending=sending
+            self._pg, placements_of(self), device, True, keep_weights=self.carries_counts, sending=sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicSequenceLookup:
@@ -97,7 +99,7 @@ class DynamicRwPooledSharding(RwPooledSharding):
         weighted = any(config.is_weighted for config in self._grouped_embedding_configs)
         sending = self.sending or Sending()
         return DynamicFeaturesDist(
-            self._pg, routes_of(self), device or self._device, False, keep_weights=weighted, sending=sending
+            self._pg, placements_of(self), device or self._device, False, keep_weights=weighted, sending=sending
         )
 
     def create_lookup(self, device: torch.device | None = None, *args: Any, **kwargs: Any) -> DynamicPooledLookup:
@@ -129,10 +131,11 @@ def _check_codecs(sharding: Any, exchange: CommOp) -> None:
         )
 
 
-def routes_of(sharding: Any) -> list[Route]:
-    """Return the route of every feature of a sharding."""
+def placements_of(sharding: Any) -> list[Placement]:
+    """Return where the table of every feature of a sharding is."""
+    world_size = dist.get_world_size(sharding._pg)
     return [
-        Route.of_table(table.fused_params[DIST_TYPE_PARAM], table.num_embeddings)
+        row_wise(table.fused_params[DIST_TYPE_PARAM], table, world_size)
         for config in sharding._grouped_embedding_configs
         for table in config.embedding_tables
         for _ in table.feature_names

@@ -16,7 +16,8 @@ from dynamicemb.embedding.module import BatchedDynamicEmbeddingTablesV2
 from dynamicemb.errors import UnsupportedOptionError
 from dynamicemb.sharding.compute_kernels import DynamicKernel
 from dynamicemb.sharding.exchange.send_batch import SendsBatches
-from dynamicemb.sharding.planning.constraints import is_dynamic
+from dynamicemb.sharding.planning.constraints import is_dynamic, row_wise
+from dynamicemb.table.placement import Placement
 from dynamicemb.warn import warn
 
 
@@ -53,8 +54,18 @@ class WithDynamicTables(SendsBatches, RowsInStateDict):
 
     @property
     def dynamic_table_sizes(self) -> dict[str, int]:
-        """How many rows each table has over all ranks, which dump and load need for ``continuous`` routing."""
+        """How many rows each table has over all ranks, which dumps record."""
         return {config.name: config.num_embeddings for config in getattr(self, self.CONFIGS)}
+
+    @property
+    def dynamic_table_placements(self) -> dict[str, Placement]:
+        """Where each dynamic table is, by its name."""
+        plans, world_size = self.module_sharding_plan, self._env.world_size
+        return {
+            config.name: row_wise(plans[config.name].dist_type, config, world_size)
+            for config in getattr(self, self.CONFIGS)
+            if is_dynamic(plans[config.name])
+        }
 
     def finish_building(self) -> None:
         """Show the weights of dynamic tables, and their rows in the state_dict; the last thing a constructor does."""
@@ -113,9 +124,9 @@ class WithDynamicTables(SendsBatches, RowsInStateDict):
         # The constructor loads the unsharded module, whose dynamic tables are placeholders.
         if not self.__dict__.get("_is_built"):
             return {}
-        sizes = self.dynamic_table_sizes
+        sizes, placements = self.dynamic_table_sizes, self.dynamic_table_placements
         return {
-            f"{self.PREFIX}.{name}": Table("", name, module, t, sizes[name])
+            f"{self.PREFIX}.{name}": Table("", name, module, t, sizes[name], placements[name])
             for module in self.dynamic_embedding_modules
             for t, name in enumerate(module.table_names)
         }

@@ -28,7 +28,7 @@ from dynamicemb.checkpoint.format import TableEntry, typed
 from dynamicemb.checkpoint.reading.opened import Stored
 from dynamicemb.checkpoint.tables import Table
 from dynamicemb.errors import DynamicEmbError
-from dynamicemb.table.ownership import fmix64
+from dynamicemb.table.ids import fmix64
 from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.version import __version__
 

@@ -8,7 +8,7 @@ import torch
 
 from dynamicemb.checkpoint.static.match import COUNTS, IDENTITIES, ROWS_OF_IDS, SORTED_IDS
 from dynamicemb.checkpoint.tables import Table
-from dynamicemb.table.ownership import as_int64
+from dynamicemb.table.ids import as_int64
 
 # What managed-collision modules write where a row has no id.
 _FREE_SORTED = 2**63 - 1

@@ -1,7 +1,6 @@
 """Send every id to the rank that owns it."""
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,20 +12,8 @@ from dynamicemb.sharding.exchange.bucketize import bucketize
 from dynamicemb.sharding.exchange.dedup import pack_counts
 from dynamicemb.sharding.exchange.sent_batch import Sending, sent_batch_type
 from dynamicemb.sharding.torchrec_compat import replace_values
-from dynamicemb.table.ownership import CONTINUOUS, as_int64, owner_of
-
-
-@dataclass(frozen=True)
-class Route:
-    """How the ids of one feature find their rank: the arguments of `owner_of`."""
-
-    dist_type: str
-    num_embeddings: int | None
-
-    @classmethod
-    def of_table(cls, dist_type: str, num_embeddings: int) -> "Route":
-        """Make a route; only ``continuous`` depends on the table's size, so that other tables share one."""
-        return cls(dist_type, num_embeddings if dist_type == CONTINUOUS else None)
+from dynamicemb.table.ids import as_int64
+from dynamicemb.table.placement import Placement
 
 
 class DynamicFeaturesDist(RwSparseFeaturesDist):
@@ -34,7 +21,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
 
     Args:
         pg: ranks that share the tables.
-        routes: one per feature.
+        placements: of the table of each feature.
         device: of the batches.
         is_sequence: rows travel back per occurrence, so the order must be remembered.
         keep_weights: whether the batch's weights travel along. Equal on all ranks, also on those with an empty batch:
@@ -45,7 +32,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
     def __init__(
         self,
         pg: dist.ProcessGroup,
-        routes: list[Route],
+        placements: list[Placement],
         device: torch.device | None,
         is_sequence: bool,
         keep_weights: bool,
@@ -54,14 +41,14 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         # TorchRec's block sizes have no meaning here; its code beyond `forward` only needs one per feature.
         super().__init__(
             pg=pg,
-            num_features=len(routes),
-            feature_hash_sizes=[1] * len(routes),
+            num_features=len(placements),
+            feature_hash_sizes=[1] * len(placements),
             device=device,
             is_sequence=is_sequence,
         )
-        self.routes = routes
-        # Neighbours on the same route are asked for together.
-        self._runs = [(route, len(list(run))) for route, run in itertools.groupby(routes)]
+        # Neighbours whose ids take the same way are asked for together; each run by its first placement.
+        runs = [list(run) for _, run in itertools.groupby(placements, key=lambda p: (p.rule, p.ranks))]
+        self._runs = [(run[0], len(run)) for run in runs]
         self.keep_weights = keep_weights
         self.sending = sending
 
@@ -115,11 +102,8 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
     def _owners(self, ids: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return the owner of every id, i64 ``[N]``."""
         if len(self._runs) == 1:
-            return self._owners_on(ids, self.routes[0])
+            return self._runs[0][0].owner(ids)
         per_key = iter(features.length_per_key())
         sizes = [sum(itertools.islice(per_key, number)) for _, number in self._runs]
         parts = zip(torch.split(ids, sizes), self._runs, strict=True)
-        return torch.cat([self._owners_on(part, route) for part, (route, _) in parts])
-
-    def _owners_on(self, ids: torch.Tensor, route: Route) -> torch.Tensor:
-        return owner_of(ids, self._world_size, route.dist_type, route.num_embeddings)
+        return torch.cat([placement.owner(part) for part, (placement, _) in parts])

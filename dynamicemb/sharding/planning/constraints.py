@@ -11,6 +11,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding
 from dynamicemb.dynamicemb_config import DynamicEmbKernel, DynamicEmbTableOptions
 from dynamicemb.sharding.planning.plan_mark import DynamicTableMark, not_planned_by_us, title_of_table
 from dynamicemb.sharding.torchrec_compat import CUSTOMIZED_KERNEL
+from dynamicemb.table.placement import Placement, Rule
 
 # Keys of fused_params that are ours: they never reach FBGEMM.
 OPTIONS_PARAM = "dynamicemb_options"
@@ -70,7 +71,7 @@ class DynamicEmbParameterSharding(ParameterSharding):
     Attributes:
         compute_kernel: ``customized_kernel``, which makes TorchRec ask for the additional parameters below.
         customized_compute_kernel: ``DynamicEmb``.
-        dist_type: which rank owns an id, see `dynamicemb.table.ownership`.
+        dist_type: which rank owns an id, see `dynamicemb.table.placement`.
         dynamicemb_options: options of this table on one rank.
         group: tables of different groups are not fused; the planner splits tables of more than 2^31 - 1 slots.
         cache_params: a mark that TorchRec's own sharders raise for; a dynamic table has no cache.
@@ -106,6 +107,20 @@ def has_idle_options(constraint: Any) -> bool:
         and not constraint.use_dynamicemb
         and "_is_default" not in constraint.dynamicemb_options.__dict__
     )
+
+
+def row_wise(dist_type: str, config: Any, world_size: int) -> Placement:
+    """Return where a dynamic table is: its rows are on all ranks.
+
+    Args:
+        dist_type: see `dynamicemb.table.placement`.
+        config: TorchRec's config of the table.
+        world_size: ranks that share the table.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    return Placement.row_wise(Rule(dist_type, config.num_embeddings), world_size, config.embedding_dim)
 
 
 def is_dynamic(parameter_sharding: ParameterSharding) -> bool:

@@ -37,6 +37,7 @@ from dynamicemb.sharding.planning.constraints import (
     DynamicEmbParameterConstraints,
     DynamicEmbParameterSharding,
     has_idle_options,
+    row_wise,
 )
 from dynamicemb.sharding.planning.enumerator import DynamicEmbeddingEnumerator
 from dynamicemb.sharding.planning.plan_mark import DynamicTableMark
@@ -206,18 +207,18 @@ class DynamicEmbeddingShardingPlanner:
     def _parameter_sharding(self, name: str, group: int, planned: Any) -> DynamicEmbParameterSharding:
         # A copy: modules may complete their options.
         options = dataclasses.replace(self._options[name])
-        world_size, rows = self._topology.world_size, self._slots[name]
+        where, rows = row_wise(options.dist_type, self._configs[name], self._topology.world_size), self._slots[name]
         shards = [
             ShardMetadata(
                 shard_sizes=[rows, options.dim],
-                shard_offsets=[rows * rank, 0],
+                shard_offsets=[rows * part, 0],
                 placement=placement(self._topology.compute_device, rank, self._topology.local_world_size),
             )
-            for rank in range(world_size)
+            for part, rank in enumerate(where.ranks)
         ]
         return DynamicEmbParameterSharding(
             sharding_type=ShardingType.ROW_WISE.value,
-            ranks=list(range(world_size)),
+            ranks=list(where.ranks),
             sharding_spec=EnumerableShardingSpec(shards),
             stochastic_rounding=planned.stochastic_rounding,
             output_dtype=planned.output_dtype,

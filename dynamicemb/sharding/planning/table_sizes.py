@@ -22,10 +22,10 @@ from dynamicemb.dynamicemb_config import (
 )
 from dynamicemb.optimizer import get_optimizer_state_dim
 from dynamicemb.sharding.checks.fields import CONFIG_FIELDS
+from dynamicemb.sharding.planning.constraints import row_wise
 from dynamicemb.sharding.planning.written_options import given_options
 from dynamicemb.table.growing.relocation import GROWTH_BYTES_PER_SLOT
 from dynamicemb.table.index import INDEX_BYTES_PER_SLOT
-from dynamicemb.table.ownership import check_routing
 
 # A compound strategy has a second score column.
 SCORE_BYTES = 8
@@ -85,7 +85,8 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
     """
     name, options = config.name, given_options(options)
     check_config(config)
-    check_routing(world_size, options.dist_type, config.num_embeddings)
+    # Refuses a rule that cannot divide the table.
+    row_wise(options.dist_type, config, world_size)
     if options.score_strategy is None:
         raise ValueError(f"score_strategy of dynamic table {name!r} is None; choose one, for example TIMESTAMP")
     if options.dim not in (None, config.embedding_dim):

@@ -8,7 +8,7 @@ import torch
 from dynamicemb.table.index import EVICTED, Index
 from dynamicemb.table.layout import DIGEST_ERASED, FIRST_DIGEST
 from dynamicemb.table.layout import fmix64 as fmix64_of_array
-from dynamicemb.table.ownership import fmix64
+from dynamicemb.table.ids import fmix64
 
 # Slots of overfull buckets that are ranked at a time.
 _RANKED_SLOTS = 2**20
