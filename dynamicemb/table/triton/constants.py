@@ -22,7 +22,6 @@ UPDATES = tl.constexpr(index.UPDATES)
 CLAMPED = tl.constexpr(index.CLAMPED)
 HITS = tl.constexpr(index.HITS)
 MISSES = tl.constexpr(index.MISSES)
-MOVED = tl.constexpr(index.MOVED)
 
 # Score strategies, and how tables count.
 COUNT_ALL = tl.constexpr(scores.COUNT_ALL)
