@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from dynamicemb.table.index import EVICTED, FAILED, OLDEST, STEP, Index
+from dynamicemb.table.index import EVICTED, FAILED, OLDEST, STEP, Index, Touches
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.rows import RowStore
@@ -119,7 +119,7 @@ def describe_counter(counts: list[int]) -> dict[str, float]:
     }
 
 
-def begin_counting(counter: Index, clock: torch.Tensor) -> None:
+def begin_counting(counter: Touches, clock: torch.Tensor) -> None:
     """Begin the step of the tables' ``clock`` in a counter: it alone is protected."""
     counter.clock[STEP : OLDEST + 1] = clock[STEP]
 

@@ -9,7 +9,7 @@ import torch
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.gradients import Gradients
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Index, Residents, Touches
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.results import InsertEvents, OpenBatch
@@ -24,22 +24,22 @@ class Kernels(Protocol):
     # Time
 
     @staticmethod
-    def advance(index: Index, lag: int, training: bool = True) -> None: ...
+    def advance(touches: Touches, lag: int, training: bool = True) -> None: ...
     @staticmethod
-    def observe_time(index: Index, lag: int) -> None: ...
+    def observe_time(touches: Touches, lag: int) -> None: ...
     @staticmethod
-    def rebase(index: Index, shift: int) -> None: ...
+    def rebase(touches: Touches, shift: int) -> None: ...
 
     # A lookup
 
     @staticmethod
     def open_batch(
-        index: Index, offsets: Tensor, layout: FeatureLayout, num_ids: int, lag: int | None = None,
+        index: Residents, offsets: Tensor, layout: FeatureLayout, num_ids: int, lag: int | None = None,
         deterministic: bool | None = None,
     ) -> OpenBatch: ...  # fmt: skip
     @staticmethod
     def find(
-        index: Index, ids: Tensor, table_ranges: Tensor, touch: bool, frequencies: Tensor | None = None
+        index: Residents, ids: Tensor, table_ranges: Tensor, touch: bool, frequencies: Tensor | None = None
     ) -> Tensor: ...
     @staticmethod
     def find_or_insert(
@@ -48,7 +48,7 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, InsertEvents]: ...  # fmt: skip
     @staticmethod
     def find_and_gather(
-        index: Index, store: RowStore, ids: Tensor, offsets: Tensor, layout: FeatureLayout, missing_values: Tensor,
+        index: Residents, store: RowStore, ids: Tensor, offsets: Tensor, layout: FeatureLayout, missing_values: Tensor,
         output_dtype: torch.dtype,
     ) -> Tensor: ...  # fmt: skip
     @staticmethod

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dynamicemb.table.index import MOVED, Index
+from dynamicemb.table.index import Index
 from dynamicemb.table.layout import DIGEST_EMPTY, FIRST_DIGEST, GROUP_SIZE, locate
 from dynamicemb.table.rows import RowStore
 
@@ -15,7 +15,7 @@ def check_invariants(index: Index, store: RowStore, capacities: list[int]) -> No
         assert end - begin == capacity, f"table {t} has {end - begin} slots for {capacity} rows"
         rows = np.sort(index.rows.cpu().numpy()[begin:end])
         assert np.array_equal(rows, store.row_ids(t).numpy()), f"invariant 1: rows of table {t} not a permutation"
-        if not index.clock[MOVED]:
+        if not index.moved:
             assert (np.diff(index.rows.cpu().numpy()[begin:end]) == 1).all(), f"rows of table {t} moved unnoticed"
         digests = index.digests.cpu().numpy()[begin:end]
         live = np.flatnonzero(digests >= FIRST_DIGEST)

@@ -6,6 +6,16 @@ import torch
 
 from dynamicemb.table.staging import Staged
 
+# What became of a missing id: it got no slot, a free one, that of a victim, or that of an expired id, its own or
+# another's.
+FAILED_OUTCOME = 0
+INSERTED_OUTCOME = 1
+EVICTED_OUTCOME = 2
+EXPIRED_OUTCOME = 3
+# Of an occurrence on the CPU: an earlier one of the same batch has got the slot.
+FOLLOWED_OUTCOME = 4
+NUM_OUTCOMES = 5
+
 
 class OpenBatch(NamedTuple):
     """A lookup that has begun.

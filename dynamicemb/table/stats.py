@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.table.index import ERASED, EVICTED, EXPIRED, HITS, INSERTED, MISSES, TALLY_NAMES, Index
+from dynamicemb.table.index import ERASED, EVICTED, EXPIRED, HITS, INSERTED, MISSES, TALLY_NAMES, Residents, Touches
 from dynamicemb.table.layout import FIRST_DIGEST
 
 
@@ -16,17 +16,17 @@ class TallyReader:
     copy sent always arrives, and the first is never put off.
     """
 
-    def __init__(self, index: Index, values: list[list[int]] | None = None) -> None:
-        """Read the tallies of ``index``; ``values`` are their present values, None is 0."""
-        self._index = index
-        self._latest = values or [[0] * index.tallies.shape[1] for _ in range(index.num_tables)]
-        self._on_host = index.tallies.device.type == "cpu"
+    def __init__(self, touches: Touches, values: list[list[int]] | None = None) -> None:
+        """Read the tallies of an index; ``values`` are their present values, None is 0."""
+        self._touches = touches
+        self._latest = values or [[0] * touches.tallies.shape[1] for _ in range(touches.num_tables)]
+        self._on_host = touches.tallies.device.type == "cpu"
         self._pending: list[tuple[Any, torch.Tensor]] = []
         self._free: list[torch.Tensor] = []
 
     def send(self) -> None:
         """Start a copy of the tallies as they are after the work queued so far. Inside a graph capture: nothing."""
-        tallies = self._index.tallies
+        tallies = self._touches.tallies
         if self._on_host:
             self._latest = tallies.tolist()
             return
@@ -53,7 +53,7 @@ class TallyReader:
             event.synchronize()
             self._free.append(buffer)
         self._pending.clear()
-        self._latest = self._index.tallies.tolist()
+        self._latest = self._touches.tallies.tolist()
         return self._latest
 
     def _collect(self) -> None:
@@ -63,12 +63,12 @@ class TallyReader:
             self._free.append(buffer)
 
     def _new_buffer(self) -> torch.Tensor:
-        return torch.empty(self._index.tallies.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+        return torch.empty(self._touches.tallies.shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _mark(self) -> Any:
         """Return an event behind the work queued so far."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._index.tallies.device))
+        event.record(torch.cuda.current_stream(self._touches.tallies.device))
         return event
 
 
@@ -92,7 +92,7 @@ def describe(size: int, capacity: int, counts: list[int]) -> dict[str, float]:
     }
 
 
-def bucket_loads(index: Index, table: int) -> torch.Tensor:
+def bucket_loads(index: Residents, table: int) -> torch.Tensor:
     """Return how many buckets of a table hold 0, 1, ... ids, i64 ``[bucket_capacity + 1]`` in host memory."""
     begin, end = index.bucket_offsets[table : table + 2].tolist()
     digests = index.digests.view(-1, index.bucket_capacity)[begin:end]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import FIRST_DIGEST
 from dynamicemb.table.steps import StepTracker
 
@@ -43,7 +43,7 @@ def touched_slots(index: Index, steps: StepTracker, table: int, slots: range, fi
     return touched[~index.expired(table, touched)] if index.expires else touched
 
 
-def slot_ranges(index: Index, table: int, size: int) -> Iterator[range]:
+def slot_ranges(index: Residents, table: int, size: int) -> Iterator[range]:
     """Yield the slots of a table, at most ``size`` at a time."""
     slots = index.slots_of(table)
     for first in range(slots.start, slots.stop, size):

@@ -85,10 +85,10 @@ def test_stats_without_waiting_never_wait() -> None:
 
 
 class SlowReader(TallyReader):
-    """Reads counters of the CPU as those of a GPU whose copies arrive when the test says so."""
+    """Reads tallies of the CPU as those of a GPU whose copies arrive when the test says so."""
 
-    def __init__(self, counters: torch.Tensor) -> None:
-        super().__init__(SimpleNamespace(counters=counters, num_tables=len(counters)))
+    def __init__(self, tallies: torch.Tensor) -> None:
+        super().__init__(SimpleNamespace(tallies=tallies, num_tables=len(tallies)))
         self._on_host = False
         self.events: list[SimpleNamespace] = []
         self.num_buffers = 0
@@ -107,10 +107,10 @@ class SlowReader(TallyReader):
 
 def test_a_slow_gpu_neither_delays_the_first_copy_nor_loses_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    counters = torch.zeros(1, 8, dtype=torch.int64)
-    reader = SlowReader(counters)
+    tallies = torch.zeros(1, 8, dtype=torch.int64)
+    reader = SlowReader(tallies)
     for step in range(1, 6):
-        counters[0, MISSES] = step
+        tallies[0, MISSES] = step
         reader.send()
     assert reader.latest()[0][MISSES] == 0
     reader.events[0].arrived = True
@@ -118,7 +118,7 @@ def test_a_slow_gpu_neither_delays_the_first_copy_nor_loses_the_last(monkeypatch
     reader.events[4].arrived = True
     assert reader.latest()[0][MISSES] == 5
     for step in range(6, 20):
-        counters[0, MISSES] = step
+        tallies[0, MISSES] = step
         reader.send()
         reader.events[-1].arrived = True
         assert reader.latest()[0][MISSES] == step
@@ -127,12 +127,12 @@ def test_a_slow_gpu_neither_delays_the_first_copy_nor_loses_the_last(monkeypatch
 
 def test_values_that_were_waited_for_are_not_replaced_by_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    counters = torch.zeros(1, 8, dtype=torch.int64)
-    reader = SlowReader(counters)
+    tallies = torch.zeros(1, 8, dtype=torch.int64)
+    reader = SlowReader(tallies)
     for step in (1, 2):
-        counters[0, MISSES] = step
+        tallies[0, MISSES] = step
         reader.send()
-    counters[0, MISSES] = 3
+    tallies[0, MISSES] = 3
     assert reader.wait()[0][MISSES] == 3
     assert all(event.arrived for event in reader.events)
     assert reader.latest()[0][MISSES] == 3
@@ -141,9 +141,9 @@ def test_values_that_were_waited_for_are_not_replaced_by_older_ones(monkeypatch:
 
 
 def test_nothing_is_sent_or_asked_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = torch.zeros(1, 8, dtype=torch.int64)
-    reader = SlowReader(counters)
-    counters[0, INSERTED] = 3
+    tallies = torch.zeros(1, 8, dtype=torch.int64)
+    reader = SlowReader(tallies)
+    tallies[0, INSERTED] = 3
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     reader.send()

@@ -8,7 +8,7 @@ import torch
 from dynamicemb.table import cpu
 from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.growing.relocation import rebuild
-from dynamicemb.table.index import CLAMPED, MOVED, Index
+from dynamicemb.table.index import CLAMPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import DIGEST_ERASED, POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
 from dynamicemb.table.lookup import Lookup
@@ -17,6 +17,7 @@ from dynamicemb.table.scores import SCORE_STEP
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 from tests.conftest import HAS_CUDA
 from tests.support.row_cases import state_of, weights_of
+from tests.support.twins import TENSORS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -258,7 +259,7 @@ def make_tables(dims: list[int], dtype: torch.dtype, bucket_capacity: int = 32) 
 
 
 def copy_index(index: Index, device: torch.device) -> Index:
-    return Index.from_tensors([t.to(device) for t in index.tensors()], index.bucket_capacity, index.strategy)
+    return replace(index, **{name: getattr(index, name).to(device) for name in TENSORS})
 
 
 def asked(index: Index, lookup: Lookup) -> Lookup:
@@ -291,7 +292,7 @@ def test_rows_that_have_moved_are_found(kernels, device):
     lookup = asked(index, make_lookup(store, [1, 2, 1], BATCH_SIZE + 20, POOLING_NONE))
     here, missing_values = to_device(lookup, device), torch.zeros(3)
     expected = cpu.gather(store, lookup.rows, lookup.table_ranges, missing_values, torch.float32)
-    assert not index.clock[MOVED]
+    assert not index.moved
     rows = index.rows.clone()
     # Nothing protects the erased slots any more.
     cpu.advance(index, 0)

@@ -9,7 +9,7 @@ from dynamicemb.table.cpu.memory import atomic_add_i64, prefetch, read_i32, read
 from dynamicemb.table.cpu.probe import counts as table_counts
 from dynamicemb.table.cpu.probe import expired, index_view, keeps, probe
 from dynamicemb.table.cpu.threads import launcher, num_parts
-from dynamicemb.table.index import HITS, MISSES, Index
+from dynamicemb.table.index import HITS, MISSES, NUM_TALLIES, Index, Residents
 
 # Ids whose cache misses overlap: each phase of the kernel runs over a block and asks for what the next phase reads.
 _BLOCK = 32
@@ -17,7 +17,7 @@ _BLOCK = 32
 
 @launcher("ids")
 def find(
-    index: Index,
+    index: Residents,
     ids: torch.Tensor,
     table_ranges: torch.Tensor,
     touch: bool,
@@ -30,7 +30,7 @@ def find(
     those that never evict while they can grow (NO_EVICTION) leave it alone.
 
     Args:
-        index: the group's index.
+        index: who is where; the whole index for a touch, and where ids expire.
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         touch: whether scores, tags and the hit and miss tallies change.
@@ -54,7 +54,9 @@ def find(
         rows.data_ptr(),
         0 if frequencies is None else frequencies.data_ptr(),
     )
-    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch, index.tallies.numpy())
+    assert isinstance(index, Index) or not touch
+    tallies = index.tallies.numpy() if isinstance(index, Index) else np.empty((0, NUM_TALLIES), np.int64)
+    _find_kernel(index_view(index), batch, num_ids, touch, counts, scratch, tallies)
     return rows
 
 
@@ -87,7 +89,7 @@ def _find_block(view, batch, t, begin, size, touch, places):
     bases, groups, digests = places, places + _BLOCK * 8, places + _BLOCK * 16
     first_bucket = read_i64(view.bucket_offsets, t)
     num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
-    counting, keeping = table_counts(view, t), keeps(view, t)
+    counting, keeping = touch and table_counts(view, t), touch and keeps(view, t)
     for j in range(size):
         h = mix(read_i64(ids, begin + j))
         base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity

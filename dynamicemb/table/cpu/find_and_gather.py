@@ -4,13 +4,13 @@ import torch
 
 from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.gather import gather
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Residents
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.rows import RowStore
 
 
 def find_and_gather(
-    index: Index,
+    index: Residents,
     store: RowStore,
     ids: torch.Tensor,
     offsets: torch.Tensor,
@@ -21,7 +21,7 @@ def find_and_gather(
     """Return what ``gather`` returns for the rows that ``find`` returns without touching; changes nothing.
 
     Args:
-        index: the group's index.
+        index: who is where; the whole index where ids expire.
         store: the rows; all tables have the same dim D.
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         offsets: i64 ``[F*B+1]``, legal.

@@ -11,15 +11,15 @@ from dynamicemb.table.cpu.probe import expired, index_view, next_group, probe
 from dynamicemb.table.cpu.score_function import rank_slots
 from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, Index
-from dynamicemb.table.results import InsertResult
-
-# What happened to a missing occurrence.
-_PLACED_BEFORE = 0
-_INSERTED = 1
-_EVICTED = 2
-_FAILED = 3
-# In the place of an id that had expired: itself, or another one.
-_EXPIRED = 4
+from dynamicemb.table.results import (
+    EVICTED_OUTCOME,
+    EXPIRED_OUTCOME,
+    FAILED_OUTCOME,
+    FOLLOWED_OUTCOME,
+    INSERTED_OUTCOME,
+    NUM_OUTCOMES,
+    InsertResult,
+)
 
 
 @launcher("rows")
@@ -59,7 +59,7 @@ def insert(
     outcome = np.zeros(missing.size, np.uint8)
     victims = np.zeros((3, missing.size), np.int64)
     parts = num_threads() if missing.size >= 512 else 1
-    counts = np.zeros((parts, index.num_tables, 5), np.int64)
+    counts = np.zeros((parts, index.num_tables, NUM_OUTCOMES), np.int64)
     batch = (
         ids.data_ptr(),
         table_ranges.data_ptr(),
@@ -69,12 +69,12 @@ def insert(
     _insert_kernel(index_view(index), batch, missing, outcome, victims, counts)
     counted = counts.sum(0)
     tallies = index.tallies.numpy()
-    tallies[:, INSERTED] += counted[:, _INSERTED] + counted[:, _EVICTED] + counted[:, _EXPIRED]
-    tallies[:, EVICTED] += counted[:, _EVICTED]
-    tallies[:, FAILED] += counted[:, _FAILED]
-    tallies[:, EXPIRED] += counted[:, _EXPIRED]
-    new = (outcome == _INSERTED) | (outcome == _EVICTED) | (outcome == _EXPIRED)
-    evicted = outcome == _EVICTED
+    tallies[:, INSERTED] += counted[:, INSERTED_OUTCOME] + counted[:, EVICTED_OUTCOME] + counted[:, EXPIRED_OUTCOME]
+    tallies[:, EVICTED] += counted[:, EVICTED_OUTCOME]
+    tallies[:, FAILED] += counted[:, FAILED_OUTCOME]
+    tallies[:, EXPIRED] += counted[:, EXPIRED_OUTCOME]
+    new = (outcome != FAILED_OUTCOME) & (outcome != FOLLOWED_OUTCOME)
+    evicted = outcome == EVICTED_OUTCOME
     return InsertResult(
         new=torch.from_numpy(missing[new]),
         evicted=torch.from_numpy(missing[evicted]),
@@ -105,10 +105,10 @@ def _insert_kernel(view, batch, missing, outcome, victims, counts):
         if view.ttls != 0:
             for m in range(num_missing):
                 if owner[m] == part and _revive(view, batch, missing[m], table_of[m]):
-                    outcome[m] = _EXPIRED
-                    counts[part, table_of[m], _EXPIRED] += 1
+                    outcome[m] = EXPIRED_OUTCOME
+                    counts[part, table_of[m], EXPIRED_OUTCOME] += 1
         for m in range(num_missing):
-            if owner[m] == part and outcome[m] == _PLACED_BEFORE:
+            if owner[m] == part and outcome[m] != EXPIRED_OUTCOME:
                 kind = _place(view, batch, missing[m], table_of[m], victims[:, m], ranks)
                 outcome[m] = kind
                 counts[part, table_of[m], kind] += 1
@@ -158,16 +158,16 @@ def _place(view, batch, i, t, victim, ranks):
         write_i32(out, i, read_i32(view.rows, slot))
         if table_counts(view, t):
             write_i64(view.scores, slot, read_i64(view.scores, slot) + score)
-        return _PLACED_BEFORE
-    kind = _INSERTED
+        return FOLLOWED_OUTCOME
+    kind = INSERTED_OUTCOME
     slot = _free_slot(view, base, group, t)
     if slot >= 0 and read_u8(view.digests, slot) > 1:
-        kind = _EXPIRED
+        kind = EXPIRED_OUTCOME
     if slot < 0:
-        kind = _EVICTED
+        kind = EVICTED_OUTCOME
         slot = _lowest(view, base, ranks)
         if slot < 0:
-            return _FAILED
+            return FAILED_OUTCOME
         victim[0] = read_i64(view.keys, slot)
         victim[1] = read_i64(view.scores, slot)
         if view.stamps != 0:

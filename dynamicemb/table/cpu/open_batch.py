@@ -3,13 +3,13 @@
 import torch
 
 from dynamicemb.table.cpu.advance import advance
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.results import OpenBatch
 
 
 def open_batch(
-    index: Index,
+    index: Residents,
     offsets: torch.Tensor,
     layout: FeatureLayout,
     num_ids: int,
@@ -19,7 +19,7 @@ def open_batch(
     """Begin a lookup, for training with the step that it is. On the CPU offsets are checked before, and legal.
 
     Args:
-        index: the group's index; with ``lag`` its clock advances, see ``advance``.
+        index: who is where; a whole index for a step: its clock advances, see ``advance``.
         offsets: i64 ``[F*B+1]``; a step copies them, since its backward trusts them and the caller may refill his.
         layout: tables of the features.
         num_ids: N.
@@ -32,5 +32,6 @@ def open_batch(
     ranges = layout.table_ranges(offsets)
     if lag is None:
         return OpenBatch(offsets, ranges)
+    assert isinstance(index, Index)
     advance(index, lag)
     return OpenBatch(offsets.clone(), ranges)

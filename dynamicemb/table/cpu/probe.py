@@ -11,54 +11,58 @@ from numba import njit
 from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
 from dynamicemb.table.cpu.score_function import compile_score
-from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index
+from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index, Residents
 from dynamicemb.table.scores import SCORE_LFU, SCORE_NO_EVICTION
 
 
 class IndexView(NamedTuple):
-    """Addresses of an index's arrays, and the numbers of the current step."""
+    """Addresses of an index's arrays, and the numbers of the current step; touches are 0 where nobody touches."""
 
     keys: int
     digests: int
-    scores: int
     rows: int
-    tags: int
     bucket_offsets: int
-    score_values: int
-    strategies: int
-    stamps: int
-    ttls: int
     bucket_capacity: int
     num_tables: int
-    step: int
-    oldest: int
-    now: int
-    seen: int
-    score_function: int
+    scores: int = 0
+    tags: int = 0
+    # 0 where there are none.
+    stamps: int = 0
+    score_values: int = 0
+    strategies: int = 0
+    ttls: int = 0
+    step: int = 0
+    oldest: int = 0
+    now: int = 0
+    seen: int = 0
+    score_function: int = 0
 
 
-def index_view(index: Index) -> IndexView:
-    """Return the addresses of an index on the CPU; the caller keeps it alive."""
-    clock = index.clock.numpy()
-    return IndexView(
+def index_view(index: Residents) -> IndexView:
+    """Return the addresses of an index on the CPU, or of its residents alone; the caller keeps it alive."""
+    residents = (
         index.keys.data_ptr(),
         index.digests.data_ptr(),
-        index.scores.data_ptr(),
         index.rows.data_ptr(),
-        index.tags.data_ptr(),
         index.bucket_offsets.data_ptr(),
-        index.score_values.data_ptr(),
-        index.strategies.data_ptr(),
-        # 0 where there are none.
-        index.stamps.data_ptr(),
-        index.ttls.data_ptr(),
         index.bucket_capacity,
         index.num_tables,
+    )
+    if not isinstance(index, Index):
+        return IndexView(*residents)
+    clock = index.clock.numpy()
+    return IndexView(
+        *residents,
+        index.scores.data_ptr(),
+        index.tags.data_ptr(),
+        index.stamps.data_ptr(),
+        index.score_values.data_ptr(),
+        index.strategies.data_ptr(),
+        index.ttls.data_ptr(),
         int(clock[STEP]),
         int(clock[OLDEST]),
         int(clock[NOW]),
         int(clock[SEEN]),
-        # 0 where there is none.
         0 if index.score_function is None else compile_score(index.score_function).address,
     )
 

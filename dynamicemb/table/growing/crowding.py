@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from dynamicemb.table.growing.plan import SLOTS_AT_A_TIME, bucket_hashes
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Residents
 
 _BUCKETS = 2**24
 _RISK = 1e-12
@@ -35,7 +35,12 @@ def safe_load(bucket_capacity: int) -> float:
 
 
 def roomy_factor(
-    index: Index, table: int, ids: torch.Tensor, taken: Callable[[torch.Tensor], torch.Tensor], least: int, most: int
+    index: Residents,
+    table: int,
+    ids: torch.Tensor,
+    taken: Callable[[torch.Tensor], torch.Tensor],
+    least: int,
+    most: int,
 ) -> int | None:
     """Return by which power of two a table must grow so that all of ``ids`` find slots; None: not even by ``most``.
 

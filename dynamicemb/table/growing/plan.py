@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynamicemb.table.index import STEP, Index
+from dynamicemb.table.index import STEP, Index, Residents
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.ids import fmix64
 
@@ -63,7 +63,7 @@ def plan_inserts(
     return [InsertPlan(t, failed[t], total[t]) for t in tables]
 
 
-def _bucket_of(index: Index, ids: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def _bucket_of(index: Residents, ids: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return the bucket of each id, counted over all tables."""
     first = index.bucket_offsets[tables]
     return first + bucket_hashes(ids) % (index.bucket_offsets[tables + 1] - first)
@@ -85,7 +85,7 @@ def _demand(buckets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, tor
     return torch.unique_consecutive(buckets[first], return_counts=True)
 
 
-def room_of(index: Index, buckets: torch.Tensor, is_taken: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def room_of(index: Residents, buckets: torch.Tensor, is_taken: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return how many slots of each bucket a new id may take, i64 ``[A]``; ``is_taken`` is of ``taken_slots``."""
     parts = buckets.split(max(1, SLOTS_AT_A_TIME // index.bucket_capacity))
     return torch.cat([index.bucket_capacity - is_taken(part).sum(1) for part in parts])

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Touches
 from dynamicemb.table.triton.constants import (
     NOW,
     OLDEST,
@@ -21,46 +21,47 @@ from dynamicemb.table.triton.constants import (
 from dynamicemb.table.triton.launch import launch, padded_tables
 
 
-def advance(index: Index, lag: int, training: bool = True) -> None:
+def advance(touches: Touches, lag: int, training: bool = True) -> None:
     """Begin a step without a batch; ``open_batch`` does it with one.
 
     Args:
-        index: the group's index; ``clock`` and, for strategies that move by themselves, ``score_values`` change.
+        touches: of the group's index; ``clock`` and, for strategies that move by themselves, ``score_values`` change.
         lag: how many steps before the new one the oldest protected step is.
         training: whether it is a training forward, which STEP scores count.
 
     Host sync: none. In a CUDA graph every replay is a new step with its own time: the GPU's global timer counts Unix
     nanoseconds.
     """
-    on_gpu = index.clock.device.type == "cuda"
-    args = (index.clock, index.score_values, index.strategies, lag, 0 if on_gpu else time.time_ns(), index.num_tables)
+    on_gpu = touches.clock.device.type == "cuda"
+    host_time = 0 if on_gpu else time.time_ns()
+    args = (touches.clock, touches.score_values, touches.strategies, lag, host_time, touches.num_tables)
     constants = {
         "DEVICE_TIME": on_gpu,
-        "STRATEGY": index.strategy,
+        "STRATEGY": touches.strategy,
         "TRAINING": training,
-        "TABLES": padded_tables(index.num_tables),
+        "TABLES": padded_tables(touches.num_tables),
     }
     launch(_advance_kernel, (1,), args, constants, num_warps=1)
 
 
-def observe_time(index: Index, lag: int) -> None:
+def observe_time(touches: Touches, lag: int) -> None:
     """Let ids expire that are too old by now; for whoever looks without a step.
 
     Args:
-        index: the group's index; its ``clock`` changes.
+        touches: of the group's index; its ``clock`` changes.
         lag: how many steps before a next one the oldest protected step would be.
 
     Host sync: none; in a CUDA graph every replay has its own time.
     """
-    on_gpu = index.clock.device.type == "cuda"
-    args = (index.clock, lag, 0 if on_gpu else time.time_ns())
+    on_gpu = touches.clock.device.type == "cuda"
+    args = (touches.clock, lag, 0 if on_gpu else time.time_ns())
     launch(_observe_kernel, (1,), args, {"DEVICE_TIME": on_gpu}, num_warps=1)
 
 
-def rebase(index: Index, shift: int) -> None:
+def rebase(touches: Touches, shift: int) -> None:
     """Lower all tags, at least to 0, and the step number by ``shift``."""
-    index.clock[STEP.value] -= shift
-    torch.clamp(index.tags.sub_(shift), min=0, out=index.tags)
+    touches.clock[STEP.value] -= shift
+    torch.clamp(touches.tags.sub_(shift), min=0, out=touches.tags)
 
 
 @triton.jit

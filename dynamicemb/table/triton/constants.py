@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerKind
-from dynamicemb.table import admission, index, scores
+from dynamicemb.table import admission, index, results, scores
 from dynamicemb.table.triton import missing
 
 # Entries of the clock, and columns of the tallies.
@@ -22,7 +22,6 @@ UPDATES = tl.constexpr(index.UPDATES)
 CLAMPED = tl.constexpr(index.CLAMPED)
 HITS = tl.constexpr(index.HITS)
 MISSES = tl.constexpr(index.MISSES)
-MOVED = tl.constexpr(index.MOVED)
 
 # Score strategies, and how tables count.
 COUNT_ALL = tl.constexpr(scores.COUNT_ALL)
@@ -43,12 +42,14 @@ ADAM = tl.constexpr(int(OptimizerKind.ADAM))
 ADAGRAD = tl.constexpr(int(OptimizerKind.ADAGRAD))
 ROWWISE_ADAGRAD = tl.constexpr(int(OptimizerKind.ROWWISE_ADAGRAD))
 
-# Outcomes of inserts, and entries of the lists' lengths.
-WORK_LENGTH = tl.constexpr(missing.WORK_LENGTH)
-FAILED_OUTCOME = tl.constexpr(missing.FAILED_OUTCOME)
-INSERTED_OUTCOME = tl.constexpr(missing.INSERTED_OUTCOME)
-EVICTED_OUTCOME = tl.constexpr(missing.EVICTED_OUTCOME)
-EXPIRED_OUTCOME = tl.constexpr(missing.EXPIRED_OUTCOME)
+# Outcomes of inserts.
+FAILED_OUTCOME = tl.constexpr(results.FAILED_OUTCOME)
+INSERTED_OUTCOME = tl.constexpr(results.INSERTED_OUTCOME)
+EVICTED_OUTCOME = tl.constexpr(results.EVICTED_OUTCOME)
+EXPIRED_OUTCOME = tl.constexpr(results.EXPIRED_OUTCOME)
+
+# Entries of the lists' lengths.
 LEADERS_LENGTH = tl.constexpr(missing.LEADERS_LENGTH)
+WORK_LENGTH = tl.constexpr(missing.WORK_LENGTH)
 MISSING_LENGTH = tl.constexpr(missing.MISSING_LENGTH)
 LOSERS_LENGTH = tl.constexpr(missing.LOSERS_LENGTH)

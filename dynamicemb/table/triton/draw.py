@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.admission import Admission
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Touches
 from dynamicemb.table.triton.constants import CHANCE_WORD, MISSING_LENGTH, STEP
 from dynamicemb.table.triton.judged import LOST, Judged, leaders_of
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
@@ -16,12 +16,12 @@ _BLOCK = 64
 
 
 def draw(
-    index: Index, admission: Admission, ids: torch.Tensor, rows: torch.Tensor, missing: Missing, judged: Judged
+    touches: Touches, admission: Admission, ids: torch.Tensor, rows: torch.Tensor, missing: Missing, judged: Judged
 ) -> None:
     """Mark the leaders that lose.
 
     Args:
-        index: the group's index; the step must have begun, for the draw depends on its number.
+        touches: of the group's index; the step must have begun, for the draw depends on its number.
         admission: with a limit for each table: the draw of an id, 32 bits, wins below it.
         ids: i64 ``[N]``.
         rows: i32 ``[N]`` from ``elect``.
@@ -31,7 +31,7 @@ def draw(
     Host sync: none; the grid is persistent.
     """
     args = (
-        ids, rows, missing.claims, missing.lists, judged.lists.lists, admission.limits, index.clock,
+        ids, rows, missing.claims, missing.lists, judged.lists.lists, admission.limits, touches.clock,
         admission.initializers.keys, missing.num_lists, judged.lists.num_lists, missing.stride,
     )  # fmt: skip
     grid = persistent_grid(ids.device, cdiv(ids.numel(), _BLOCK))

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Index, Residents
+from dynamicemb.table.scores import COUNT_NONE as NOTHING_COUNTS
 from dynamicemb.table.scores import keeping
 from dynamicemb.table.triton.constants import (
     CLAMPED,
@@ -16,7 +17,6 @@ from dynamicemb.table.triton.constants import (
     HITS,
     MISSES,
     MISSING_LENGTH,
-    MOVED,
     NOW,
     NUM_TALLIES,
     OLDEST,
@@ -40,7 +40,7 @@ from dynamicemb.table.triton.missing import Missing, note
 
 # On an H200, of 32 to 256 ids and 1 to 8 warps per program none is faster all round: 32 ids take 3 % less time where
 # all are found, and 10 % more where some are missing.
-_BLOCK = 64
+_BLOCK = tl.constexpr(64)
 _NUM_WARPS = 1
 
 
@@ -79,7 +79,7 @@ class _Wanted(NamedTuple):
 
 
 def find(
-    index: Index,
+    index: Residents,
     ids: torch.Tensor,
     table_ranges: torch.Tensor,
     touch: bool,
@@ -88,7 +88,7 @@ def find(
     """Return the row of every id, and touch what is found; see the CPU twin for what a touch is.
 
     Args:
-        index: the group's index.
+        index: who is where; the whole index for a touch, and where ids expire.
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         table_ranges: i64 ``[T+1]``, the occurrences of each table.
         touch: whether scores, tags and the hit and miss tallies change.
@@ -102,7 +102,7 @@ def find(
     return _find(index, ids, table_ranges, touch, frequencies)
 
 
-def find_slots(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
+def find_slots(index: Residents, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.Tensor:
     """Return i32 ``[N]``, the slot of every id, -1 where the id is not in its table."""
     return _find(index, ids, table_ranges, False, None, slots=True)
 
@@ -115,7 +115,7 @@ def find_and_list(
 
 
 def _find(
-    index: Index,
+    index: Residents,
     ids: torch.Tensor,
     table_ranges: torch.Tensor,
     touch: bool,
@@ -126,24 +126,33 @@ def _find(
     out = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     if ids.numel() == 0:
         return out
+    shape, touches = _touches_of(index)
+    assert isinstance(index, Index) or not touch
     args = (
-        index.keys, index.digests, index.scores, index.rows, index.tags, index.bucket_offsets, index.score_values,
-        index.strategies, index.times(), index.ttls if index.expires else index.clock, index.clock, index.tallies, ids,
-        table_ranges, out, ids if frequencies is None else frequencies,
-        ids if missing is None else missing.entries(), out if missing is None else missing.part("lengths"), ids.numel(),
-        index.num_tables,
+        index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, *touches, ids, table_ranges, out,
+        ids if frequencies is None else frequencies, ids if missing is None else missing.entries(),
+        out if missing is None else missing.part("lengths"), ids.numel(), index.num_tables,
     )  # fmt: skip
     constants = {
-        "INDEX": _IndexShape(
-            index.bucket_capacity, index.counting, keeping(index.strategy), index.has_stamps, index.expires
-        ),
+        "INDEX": shape,
         "WANTED": _Wanted(touch, frequencies is not None, slots, missing is not None),
         "TABLES": padded_tables(index.num_tables),
-        "BLOCK": _BLOCK,
     }
-    grid = (cdiv(ids.numel(), _BLOCK),)
+    grid = (cdiv(ids.numel(), _BLOCK.value),)
     launch(_find_kernel, grid, args, constants, num_warps=_NUM_WARPS, maxnreg=FULL_PROCESSOR)
     return out
+
+
+def _touches_of(index: Residents) -> tuple[_IndexShape, tuple[torch.Tensor, ...]]:
+    """Return what the kernel is compiled for, and its tensors of touches: any where nobody touches."""
+    if not isinstance(index, Index):
+        return _IndexShape(index.bucket_capacity, NOTHING_COUNTS, False, False, False), (index.keys,) * 8
+    tensors = (
+        index.scores, index.tags, index.times(), index.score_values, index.strategies,
+        index.ttls if index.expires else index.clock, index.clock, index.tallies,
+    )  # fmt: skip
+    counting, keeps = index.counting, keeping(index.strategy)
+    return _IndexShape(index.bucket_capacity, counting, keeps, index.has_stamps, index.expires), tensors
 
 
 @triton.jit
@@ -206,13 +215,13 @@ def expired(tags_ptr, stamps_ptr, ttls_ptr, clock_ptr, slot, table, occupied):
 
 
 @triton.jit
-def rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET: tl.constexpr):
+def rows_of(rows_ptr, bucket_offsets_ptr, moved_ptr, slot, table, hit, BUCKET: tl.constexpr):
     """Return the rows (int32) of slots that were hit, -1 for other lanes.
 
     While no entry has moved, slot i of a table owns its row i, and nothing is read at random.
     """
     row = tl.full(slot.shape, -1, tl.int32)
-    if tl.load(clock_ptr + MOVED) == 0:
+    if tl.load(moved_ptr) == 0:
         first_slot = tl.load(bucket_offsets_ptr + table) * BUCKET
         first_row = tl.load(rows_ptr + first_slot, mask=hit, other=0)
         row = tl.where(hit, first_row + (slot - first_slot).to(tl.int32), -1)
@@ -244,13 +253,14 @@ def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, replaces
 def _find_kernel(
     keys_ptr,
     digests_ptr,
-    scores_ptr,
     rows_ptr,
-    tags_ptr,
+    moved_ptr,
     bucket_offsets_ptr,
+    scores_ptr,
+    tags_ptr,
+    stamps_ptr,
     score_values_ptr,
     strategies_ptr,
-    stamps_ptr,
     ttls_ptr,
     clock_ptr,
     tallies_ptr,
@@ -265,11 +275,10 @@ def _find_kernel(
     INDEX: tl.constexpr,
     WANTED: tl.constexpr,
     TABLES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    begin = tl.program_id(0) * BLOCK
-    end = tl.minimum(begin + BLOCK, num_ids)
-    i = begin + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * _BLOCK
+    end = tl.minimum(begin + _BLOCK, num_ids)
+    i = begin + tl.arange(0, _BLOCK)
     inside = i < num_ids
     ids = tl.load(ids_ptr + i, mask=inside, other=0)
     table = table_of(i, begin, end, table_ranges_ptr, num_tables, TABLES)
@@ -282,14 +291,14 @@ def _find_kernel(
     if WANTED.slots:
         row = slot.to(tl.int32)
     else:
-        row = rows_of(rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, INDEX.bucket)
-    amount = tl.full([BLOCK], 1, tl.int64)
+        row = rows_of(rows_ptr, bucket_offsets_ptr, moved_ptr, slot, table, hit, INDEX.bucket)
+    amount = tl.full([_BLOCK], 1, tl.int64)
     if WANTED.frequencies:
         amount, clamped = clamp_frequencies(tl.load(frequencies_ptr + i, mask=inside, other=1))
         if tl.max(clamped.to(tl.int32), 0) > 0:
             count_by_table(tallies_ptr + CLAMPED, table, clamped, NUM_TALLIES)
     if WANTED.touch:
-        counts = tl.full([BLOCK], INDEX.counting == COUNT_ALL, tl.int1)
+        counts = tl.full([_BLOCK], INDEX.counting == COUNT_ALL, tl.int1)
         if INDEX.counting == COUNT_SOME:
             counts = tl.load(strategies_ptr + table) >= SCORE_LFU
         replaces = counts == 0

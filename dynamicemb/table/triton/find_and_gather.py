@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.find import rows_of, slots_of
@@ -27,7 +27,7 @@ _CHECKED = tl.constexpr(128)
 
 
 def find_and_gather(
-    index: Index,
+    index: Residents,
     store: RowStore,
     ids: torch.Tensor,
     offsets: torch.Tensor,
@@ -38,7 +38,7 @@ def find_and_gather(
     """Return what ``gather`` returns for the rows that ``find`` returns without touching, after ``open_batch``.
 
     Args:
-        index: the group's index; illegal offsets are counted, else nothing changes.
+        index: who is where. Of a whole index the tallies of illegal offsets change, else nothing does.
         store: the rows; all tables have the same dim D.
         ids: i64 ``[N]``, the occurrences of one table after those of another.
         offsets: i64 ``[F*B+1]`` as the caller gave them; see ``open_batch`` for what illegal ones do.
@@ -57,9 +57,11 @@ def find_and_gather(
     out = torch.empty(ids.numel(), dim, dtype=output_dtype, device=ids.device)
     row_bytes = shape.block_dim * min(store.dtype.itemsize, output_dtype.itemsize)
     tile = max(1, min(_BLOCK.value, _TILE_BYTES // row_bytes))
-    num_checks = cdiv(offsets.numel(), _CHECKED.value)
+    # Without tallies nobody looks for illegal offsets: any tensor stands for them.
+    tallies = index.tallies if isinstance(index, Index) else index.keys
+    num_checks = cdiv(offsets.numel(), _CHECKED.value) if isinstance(index, Index) else 0
     args = (
-        index.keys, index.digests, index.rows, index.bucket_offsets, index.clock, index.tallies, ids, offsets,
+        index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, tallies, ids, offsets,
         layout.table_features, missing_values, out, store.chunk_bases, store.row_bytes, ids.numel(), offsets.numel(),
         num_checks, layout.batch_size, store.num_tables, store.chunk_shift,
     )  # fmt: skip
@@ -104,8 +106,8 @@ def _find_and_gather_kernel(
     keys_ptr,
     digests_ptr,
     slot_rows_ptr,
+    moved_ptr,
     bucket_offsets_ptr,
-    clock_ptr,
     tallies_ptr,
     ids_ptr,
     offsets_ptr,
@@ -136,7 +138,7 @@ def _find_and_gather_kernel(
         )  # fmt: skip
     else:
         _find_and_copy(
-            keys_ptr, digests_ptr, slot_rows_ptr, bucket_offsets_ptr, clock_ptr, ids_ptr, offsets_ptr,
+            keys_ptr, digests_ptr, slot_rows_ptr, moved_ptr, bucket_offsets_ptr, ids_ptr, offsets_ptr,
             table_features_ptr, missing_values_ptr, out_ptr, chunk_bases_ptr, row_bytes_ptr,
             (tl.program_id(0) - num_checks) * _BLOCK, num_ids, batch_size, num_tables, chunk_shift, BUCKET, ROW,
             OUTPUT, TABLES, TILE,
@@ -145,7 +147,7 @@ def _find_and_gather_kernel(
 
 @triton.jit
 def _find_and_copy(
-    keys_ptr, digests_ptr, slot_rows_ptr, bucket_offsets_ptr, clock_ptr, ids_ptr, offsets_ptr, table_features_ptr,
+    keys_ptr, digests_ptr, slot_rows_ptr, moved_ptr, bucket_offsets_ptr, ids_ptr, offsets_ptr, table_features_ptr,
     missing_values_ptr, out_ptr, chunk_bases_ptr, row_bytes_ptr, begin, num_ids, batch_size, num_tables, chunk_shift,
     BUCKET: tl.constexpr, ROW: tl.constexpr, OUTPUT: tl.constexpr, TABLES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +159,7 @@ def _find_and_copy(
     )
     slot = slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, inside, BUCKET)
     hit = inside & (slot >= 0)
-    row = rows_of(slot_rows_ptr, bucket_offsets_ptr, clock_ptr, slot, table, hit, BUCKET)
+    row = rows_of(slot_rows_ptr, bucket_offsets_ptr, moved_ptr, slot, table, hit, BUCKET)
     address = row_addresses(row, table, hit, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW.row_bytes)
     # No row is at address 0.
     address = tl.where(hit, address, 0)

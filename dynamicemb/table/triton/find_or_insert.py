@@ -6,7 +6,7 @@ import torch
 
 from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.index import Index
-from dynamicemb.table.results import InsertResult
+from dynamicemb.table.results import EVICTED_OUTCOME, FAILED_OUTCOME, InsertResult
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.staging import Staged
 from dynamicemb.table.triton.admit import admit
@@ -14,7 +14,7 @@ from dynamicemb.table.triton.elect import elect
 from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
-from dynamicemb.table.triton.missing import EVICTED_OUTCOME, FAILED_OUTCOME, Missing
+from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.order import order
 from dynamicemb.table.triton.revive import revive
 from dynamicemb.table.triton.settle import settle

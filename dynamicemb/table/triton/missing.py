@@ -23,12 +23,6 @@ from dynamicemb.table.triton.launch import carve, power_of_two
 # A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
 MAX_IDS = 2**29 - 1
 
-# Outcomes of a leader: no slot, a free slot, the slot of a victim, that of an expired id (its own or another's).
-FAILED_OUTCOME = 0
-INSERTED_OUTCOME = 1
-EVICTED_OUTCOME = 2
-EXPIRED_OUTCOME = 3
-
 # Words of ``lengths``, each one less than the number.
 LEADERS_LENGTH = 0
 WORK_LENGTH = 1
@@ -123,7 +117,7 @@ class Missing:
     - next, i32 ``[N]``: the leader pushed before on the same list, or -1.
     - work, i32 ``[N]``: the lists that are not empty.
     - leader_rows, i32 ``[N]``: the row the leader got, or -1.
-    - outcomes, i32 ``[N]``: FAILED_OUTCOME, INSERTED_OUTCOME, EVICTED_OUTCOME or EXPIRED_OUTCOME.
+    - outcomes, i32 ``[N]``: FAILED_OUTCOME, INSERTED_OUTCOME, EVICTED_OUTCOME or EXPIRED_OUTCOME of ``results.py``.
     - victim_stamps, i64 ``[N]``, or nothing in a group without stamps.
 
     Attributes:

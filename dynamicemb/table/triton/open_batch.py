@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
 from dynamicemb.table.results import OpenBatch
 from dynamicemb.table.triton.advance import advance_clock
@@ -21,7 +21,7 @@ _FILL = 1024
 
 
 def open_batch(
-    index: Index,
+    index: Residents,
     offsets: torch.Tensor,
     layout: FeatureLayout,
     num_ids: int,
@@ -35,7 +35,8 @@ def open_batch(
     begins is empty. Boundaries that are outside of ``0..N``, decrease, or do not span all ids are counted, per table.
 
     Args:
-        index: the group's index. With ``lag`` its clock advances, see ``advance``; tallies change by illegal offsets.
+        index: who is where. A whole index for a step: its clock advances, see ``advance``. The tallies of a whole
+            index change by illegal offsets.
         offsets: i64 ``[F*B+1]`` as the caller gave them; not kept, so that he may refill them.
         layout: tables of the features.
         num_ids: N.
@@ -48,7 +49,8 @@ def open_batch(
         the scratch memory of ``find_or_insert``, filled.
 
     Example: N = 9, two tables of one feature, B = 2, ``offsets = [0, 4, 2, 12, 9]``: the ranges are ``[0, 2, 9]``, the
-    offsets ``[0, 2, 2, 9, 9]``, and two boundaries are counted, 2 for it decreases and 12 for it is beyond the ids.
+    offsets ``[0, 2, 2, 9, 9]``, and three boundaries of table 1 are counted: 2 and 9 because they are less than those
+    before them, 12 because it is beyond the ids.
 
     Host sync: none. Bytes moved: 16 for each offset, and 4 for each of 4 N + (lists) words of scratch memory.
     """
@@ -56,18 +58,24 @@ def open_batch(
     pooled = layout.pooling != POOLING_NONE
     ranges = torch.empty(num_tables + 1, dtype=torch.int64, device=device)
     safe = torch.empty_like(offsets) if pooled else ranges
-    missing = None if lag is None else Missing.allocate(index, num_ids, deterministic)
+    missing, strategy, touches = None, -1, (offsets,) * 4
+    if isinstance(index, Index):
+        touches = (index.tallies, index.clock, index.score_values, index.strategies)
+        if lag is not None:
+            missing, strategy = Missing.allocate(index, num_ids, deterministic), index.strategy
+    assert lag is None or missing is not None
     tables = padded_tables(num_tables + 1)
     block = max(32, _TILE // tables)
     num_zeros, num_words = (0, 0) if missing is None else (missing.num_zeros, missing.num_filled)
     args = (
-        offsets, layout.table_features, index.tallies, index.clock, index.score_values, index.strategies, ranges, safe,
-        ranges if missing is None else missing.scratch, num_offsets, num_ids, layout.batch_size, num_tables, lag or 0,
+        offsets, layout.table_features, *touches, ranges, safe, ranges if missing is None else missing.scratch,
+        num_offsets, num_ids, layout.batch_size, num_tables, lag or 0,
         0 if device.type == "cuda" else time.time_ns(), num_zeros, num_words,
     )  # fmt: skip
     constants = {
         "POOLED": pooled,
-        "STRATEGY": -1 if lag is None else index.strategy,
+        "TALLIES": isinstance(index, Index),
+        "STRATEGY": strategy,
         "DEVICE_TIME": device.type == "cuda",
         "TABLES": tables,
         "BLOCK": block,
@@ -123,6 +131,7 @@ def _open_kernel(
     num_zeros,
     num_words,
     POOLED: tl.constexpr,
+    TALLIES: tl.constexpr,
     STRATEGY: tl.constexpr,
     DEVICE_TIME: tl.constexpr,
     TABLES: tl.constexpr,
@@ -150,10 +159,11 @@ def _open_kernel(
         k = first + tl.arange(0, BLOCK)
         inside = k < num_offsets
         value = tl.load(offsets_ptr + k, mask=inside, other=0)
-        count_wrong(
-            offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
-            tallies_ptr,
-        )  # fmt: skip
+        if TALLIES:
+            count_wrong(
+                offsets_ptr, k, value, inside, num_offsets, num_ids, table_features_ptr, batch_size, num_tables,
+                tallies_ptr,
+            )  # fmt: skip
         if POOLED:
             # The range of an offset's table: the greatest boundary up to its own, and up to the next.
             previous = tl.load(table_features_ptr + t - 1, mask=(t > 0) & (t <= num_tables), other=0) * batch_size

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Residents
 from dynamicemb.table.triton.constants import LEADERS_LENGTH, WORK_LENGTH
 from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
 from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
@@ -24,11 +24,13 @@ from dynamicemb.table.triton.missing import (
 _LAST = tl.constexpr(2**31 - 1)
 
 
-def order(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing) -> None:
+def order(
+    index: Residents, ids: torch.Tensor, table_ranges: torch.Tensor, rows: torch.Tensor, missing: Missing
+) -> None:
     """List the leaders, the first occurrences of their ids, bucket by bucket in batch order.
 
     Args:
-        index: the group's index.
+        index: who is where; its buckets are read.
         ids: i64 ``[N]``.
         table_ranges: i64 ``[T+1]``.
         rows: i32 ``[N]`` from ``elect``.

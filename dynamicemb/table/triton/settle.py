@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import Touches
 from dynamicemb.table.triton.constants import (
     EVICTED,
     EVICTED_OUTCOME,
@@ -23,7 +23,7 @@ from dynamicemb.table.triton.missing import LEADER_TABLES, OUTCOMES, Missing, le
 
 
 def settle(
-    index: Index,
+    touches: Touches,
     table_ranges: torch.Tensor,
     rows: torch.Tensor,
     missing: Missing,
@@ -32,7 +32,7 @@ def settle(
     """Give every occurrence of a missing id the row of its leader; count what was inserted, evicted and failed.
 
     Args:
-        index: the group's index; its tallies change.
+        touches: of the group's index; the tallies change.
         table_ranges: i64 ``[T+1]``.
         rows: i32 ``[N]``, leaders' rows or -1, and ``-2 - place`` for all other occurrences of missing ids.
         missing: the scratch memory.
@@ -47,13 +47,13 @@ def settle(
     block = 1024
     staged = None if first_staged is None else torch.empty_like(rows)
     args = (
-        rows, missing.claims, missing.lists, table_ranges, index.tallies, rows if staged is None else staged,
-        missing.num_lists, missing.stride, rows.numel(), index.num_tables, first_staged or 0,
+        rows, missing.claims, missing.lists, table_ranges, touches.tallies, rows if staged is None else staged,
+        missing.num_lists, missing.stride, rows.numel(), touches.num_tables, first_staged or 0,
     )  # fmt: skip
     constants = {
-        "EXPIRES": index.expires,
+        "EXPIRES": touches.expires,
         "STAGED": staged is not None,
-        "TABLES": padded_tables(index.num_tables),
+        "TABLES": padded_tables(touches.num_tables),
         "BLOCK": block,
     }
     launch(_settle_kernel, (cdiv(rows.numel(), block),), args, constants, num_warps=4)
