@@ -64,34 +64,33 @@ def disagree(descriptions: list[list[Described]]) -> bool:
     """Return whether ranks name other tables, or those with a part of a table other shapes."""
     if any([d[:3] for d in of_rank] != [d[:3] for d in descriptions[0]] for of_rank in descriptions):
         return True
-    return any(d.shape not in (None, shape) for of_rank in descriptions for d, shape in zip(of_rank, shapes(descriptions)))
+    wanted = shapes(descriptions)
+    return any(
+        d.shape not in (None, shape) for of_rank in descriptions for d, shape in zip(of_rank, wanted, strict=True)
+    )
 
 
 def shapes(descriptions: list[list[Described]]) -> list[TableShape | None]:
     """Return the shape of each table, by the first rank that has a part of it."""
-    return [next((d.shape for d in of_ranks if d.shape is not None), None) for of_ranks in zip(*descriptions, strict=True)]
+    of_tables = zip(*descriptions, strict=True)
+    return [next((d.shape for d in of_ranks if d.shape is not None), None) for of_ranks in of_tables]
 
 
-def check_agreement(tables: list[Table], request: Any, ranks: Ranks, purpose: str) -> None:
-    """Refuse ranks that want to do different things; a collective.
+def check_agreement(descriptions: list[list[Described]], requests: list[Any], purpose: str) -> None:
+    """Refuse ranks that want to do different things.
 
     Args:
-        tables: all tables, also those of which this rank has no part.
-        request: what was asked for.
-        ranks: who takes part.
+        descriptions: the tables as each rank describes them.
+        requests: what was asked for on each rank.
         purpose: "dump" or "load".
 
     Raises:
         DynamicEmbError: the ranks disagree about the tables or the request.
-        ValueError: a placement is unknown, or contradicts what this rank holds.
     """
-    descriptions, requests = ranks.gather(describe(tables)), ranks.gather(request)
     if disagree(descriptions):
         raise DynamicEmbError(f"the ranks disagree about the tables to {purpose}: {descriptions}")
     if any(of_rank != requests[0] for of_rank in requests):
         raise DynamicEmbError(f"the ranks disagree about the options to {purpose}: {requests}")
-    for table in tables:
-        check_placement(table, ranks)
 
 
 def check_placement(table: Table, ranks: Ranks) -> None:
@@ -116,9 +115,25 @@ def check_placement(table: Table, ranks: Ranks) -> None:
         )
     if (ranks.rank in placement.ranks) != table.is_here:
         there = "no part of it, but a module has one" if table.is_here else "a part of it, but no module has one"
-        raise ValueError(f"table {table}: placement over the ranks {placement.ranks} gives rank {ranks.rank} {there}; {remedy}")
+        raise ValueError(
+            f"table {table}: placement over the ranks {placement.ranks} gives rank {ranks.rank} {there}; {remedy}"
+        )
     if table.is_here and (table.dim, table.options.dist_type) != (placement.dim, placement.rule.dist_type):
         raise ValueError(
             f"table {table} has dim {table.dim} and dist_type {table.options.dist_type!r}, its placement "
             f"{placement.dim} and {placement.rule.dist_type!r}; {remedy}"
+        )
+
+
+def check_everywhere(tables: list[Table], purpose: str) -> None:
+    """Refuse tables of which this rank has no part.
+
+    Raises:
+        DynamicEmbError: as said.
+    """
+    absent = [str(table) for table in tables if not table.is_here]
+    if absent:
+        raise DynamicEmbError(
+            f"{purpose}: this rank has no part of the tables {absent}; use DynamicEmbDump and DynamicEmbLoad for "
+            "tables that are placed on some of the ranks"
         )

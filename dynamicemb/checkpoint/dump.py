@@ -12,16 +12,16 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from dynamicemb.checkpoint.agreement import check_agreement, check_placement, describe, shapes
 from dynamicemb.checkpoint.disk.io import DISK, AnyPath, FileSystem, as_chain, as_string
 from dynamicemb.checkpoint.flags import check_flags
 from dynamicemb.checkpoint.place import Target
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.tables import Table, here, tables_of_model
 from dynamicemb.checkpoint.writing.background import DumpHandle, settle, start
 from dynamicemb.checkpoint.writing.chain import marks_of, open_chain
 from dynamicemb.checkpoint.writing.contents import Contents, Selected, copied, drained, live, num_copied_bytes
 from dynamicemb.checkpoint.writing.files import Writing
-from dynamicemb.errors import DynamicEmbError
 from dynamicemb.host_memory import available_host_memory
 from dynamicemb.table.touched import Mark
 from dynamicemb.warn import warn
@@ -106,8 +106,8 @@ def dump_tables(request: DumpRequest, tables: list[Table], ranks: Ranks, disk: F
     # Warnings that are errors are those of all ranks.
     ranks.each(settle)
     if any(ranks.gather(bool(tables))):
-        ranks.each(lambda: _check(tables, request, ranks))
-        marks = ranks.each(lambda: marks_of(tables, request.base))
+        _check(tables, request, ranks)
+        marks = ranks.each(lambda: marks_of(here(tables), request.base))
         if not request.blocking:
             # The thread must not ask what the working folder, or a link, is by then.
             request = ranks.each(lambda: _resolved(request, disk))
@@ -123,14 +123,19 @@ def _resolved(request: DumpRequest, disk: FileSystem) -> DumpRequest:
 
 
 def _check(tables: list[Table], request: DumpRequest, ranks: Ranks) -> None:
-    """Refuse what cannot be dumped, before anything is written."""
-    for kind, descriptions in (("tables", ranks.gather(describe(tables))), ("options", ranks.gather(request))):
-        if any(description != descriptions[0] for description in descriptions):
-            raise DynamicEmbError(f"the ranks disagree about the {kind} to dump: {descriptions}")
-    for table in tables:
-        check_routing_known(table, ranks.world_size)
-    if request.counter and ranks.rank == 0 and not any(table.has_counter for table in tables):
-        warn("counter=True has no effect: no table has an admission counter")
+    """Refuse what cannot be dumped, before anything is written; a collective."""
+    answers = ranks.together(lambda: (describe(tables), request))
+    descriptions = [described for described, _ in answers]
+
+    def check() -> None:
+        check_agreement(descriptions, [of_rank for _, of_rank in answers], "dump")
+        for table in tables:
+            check_placement(table, ranks)
+        counted = [shape is not None and shape.has_counter for shape in shapes(descriptions)]
+        if request.counter and ranks.rank == 0 and not any(counted):
+            warn("counter=True has no effect: no table has an admission counter")
+
+    ranks.each(check)
 
 
 @dataclass(frozen=True)
@@ -139,26 +144,25 @@ class _Dump:
 
     Attributes:
         request: what and where.
-        tables: in the same order on all ranks.
+        folders: of all tables.
+        tables: those of which this rank has a part.
         marks: of an increment, since when each table may differ from the last dump; of a full dump none.
         ranks: who dumps; a thread has its own connections.
         disk: the file system.
         dump_id: random, the same on all ranks.
         now: Unix nanoseconds by which ids are there or not, the same on all ranks.
+        time_shift: by how much times in memory are later than those of the chain, which a load may have moved.
     """
 
     request: DumpRequest
+    folders: list[str]
     tables: list[Table]
     marks: list[Mark]
     ranks: Ranks
     disk: FileSystem
     dump_id: str
     now: int
-
-    @property
-    def time_shift(self) -> int:
-        """By how much times in memory are later than those of the chain, which a load may have moved."""
-        return self.marks[0].time_shift if self.marks else 0
+    time_shift: int
 
     @property
     def selected(self) -> list[Selected]:
@@ -176,8 +180,7 @@ class _Dump:
         request = self.request
         chain = ranks.each(lambda: open_chain(self.tables, self.marks, request.base, request.optim, self.disk))
         target = ranks.each(lambda: _target(request, self.disk))
-        folders = sorted({table.folder for table in self.tables})
-        replaced = ranks.on_first(lambda: target.prepare(folders, request.allow_overwrite))
+        replaced = ranks.on_first(lambda: target.prepare(self.folders, request.allow_overwrite))
         try:
             clock = self.now - self.time_shift
             writing = Writing(target, chain, self.dump_id, clock, ranks, self.disk, advance)
@@ -198,8 +201,16 @@ class _Dump:
 
 
 def _dump_of(request: DumpRequest, tables: list[Table], marks: list[Mark], ranks: Ranks, disk: FileSystem) -> _Dump:
-    found = ranks.together(lambda: (max(observed_time(table) for table in tables), uuid.uuid4().hex))
-    return _Dump(request, tables, marks, ranks, disk, found[0][1], max(now for now, _ in found))
+    own, folders = here(tables), sorted({table.folder for table in tables})
+    shift = marks[0].time_shift if marks else None
+
+    def state() -> tuple[int, str, int | None]:
+        return max((observed_time(table) for table in own), default=0), uuid.uuid4().hex, shift
+
+    found = ranks.together(state)
+    shifts = [of_rank for _, _, of_rank in found if of_rank is not None]
+    now = max(of_rank for of_rank, _, _ in found)
+    return _Dump(request, folders, own, marks, ranks, disk, found[0][1], now, shifts[0] if shifts else 0)
 
 
 def observed_time(table: Table) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from torch import nn
 from tqdm import tqdm
 
+from dynamicemb.checkpoint.agreement import Described, check_agreement, check_placement, describe
 from dynamicemb.checkpoint.disk.io import DISK, AnyPath, FileSystem, as_paths
 from dynamicemb.checkpoint.disk.read_ahead import ReadAhead
 from dynamicemb.checkpoint.disk.watched import WatchedDisk
@@ -19,9 +20,8 @@ from dynamicemb.checkpoint.reading.opened import OpenedDump, Stored, check_chain
 from dynamicemb.checkpoint.reading.rows import Conversion, counts_of_rank, rows_of_rank, tombstones_of_rank
 from dynamicemb.checkpoint.reading.settings import adopt_settings, check_compatible, initial_state
 from dynamicemb.checkpoint.reading.verify import Verified, bytes_to_verify, verify
-from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.tables import Table, here, tables_of_model
 from dynamicemb.checkpoint.writing.background import settle_at
-from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.importing.counts import CountImport
 from dynamicemb.table.importing.rows import RowImport, adopt_clock, clear
 from dynamicemb.table.touched import Mark, next_change
@@ -157,7 +157,9 @@ class _Load:
 
     def __init__(self, request: LoadRequest, tables: list[Table], ranks: Ranks, disk: FileSystem) -> None:
         """Prepare to load ``tables``."""
-        self._request, self._tables, self._ranks, self._disk = request, tables, ranks, disk
+        self._request, self._ranks, self._disk = request, ranks, disk
+        # Of the others this rank has no part.
+        self._all, self._tables = tables, here(tables)
 
     def agree(self) -> bool:
         """Wait for a dump that this process still writes, and compare what the ranks want; returns whether it is any.
@@ -165,18 +167,16 @@ class _Load:
         Raises:
             DynamicEmbError: the ranks want different things.
         """
-        request, tables = self._request, self._tables
+        request, tables = self._request, self._all
 
-        def wanted() -> tuple[Any, LoadRequest]:
+        def wanted() -> tuple[list[Described], LoadRequest]:
             settle_at(request.paths, self._disk)
             return describe(tables), request
 
         answers = self._ranks.together(wanted)
         if not any(described for described, _ in answers):
             return False
-        for kind, descriptions in zip(("tables", "options"), zip(*answers), strict=True):
-            if any(description != descriptions[0] for description in descriptions):
-                raise DynamicEmbError(f"the ranks disagree about the {kind} to load: {list(descriptions)}")
+        check_agreement([described for described, _ in answers], [of_rank for _, of_rank in answers], "load")
         return True
 
     def look(self) -> None:
@@ -185,12 +185,14 @@ class _Load:
 
     def _look(self) -> None:
         request, ranks, disk = self._request, self._ranks, self._disk
-        self._dumps = _open(request, self._tables, ranks, disk)
+        for table in self._all:
+            check_placement(table, ranks)
+        self._dumps = _open(request, self._all, ranks, disk)
         self._parts = [_Chained(table, [dump.stored(table, disk) for dump in self._dumps]) for table in self._tables]
         for part in self._parts:
-            check_routing_known(part.table, ranks.world_size)
             for stored in part.stored:
-                check_compatible(part.table, stored, request.optim, request.fresh_scores, ranks.rank == 0)
+                first = part.table.is_first(ranks)
+                check_compatible(part.table, stored, request.optim, request.fresh_scores, first)
         if request.counter and ranks.rank == 0:
             _warn_of_missing_counts(self._parts)
 
@@ -206,10 +208,13 @@ class _Load:
         with self._progress(total, "verify", "B", unit_scale=True) as progress:
             verified = verify(tables, stored, self._ranks, WatchedDisk(self._disk, progress.update))
         warn_of_outstanding(tables)
-        return verified, max(table.group.now() for table in tables)
+        return verified, max((table.group.now() for table in tables), default=0)
 
-    def fill(self) -> list[list[TableReport]]:
-        """Fill the tables; returns what became of each, rank by rank. If a rank fails, all tables are empty."""
+    def fill(self) -> list[dict[str, TableReport]]:
+        """Fill the tables; returns what became of them, by their names in messages, for each rank.
+
+        If a rank fails, all tables are empty.
+        """
         request = self._request
         for table in self._tables:
             # All ranks agree on who is too old.
@@ -227,17 +232,23 @@ class _Load:
         self._mark()
         return reports
 
-    def _import(self) -> list[TableReport]:
+    def _import(self) -> dict[str, TableReport]:
         """Fill this rank's part of the tables."""
-        rank = self._ranks.rank
-        owned = [of_ranks[rank] for of_ranks in self._verified.num_owned]
-        with self._progress(sum(owned), "load", " rows") as progress:
-            return [self._import_table(t, part, progress) for t, part in enumerate(self._parts)]
+        total = sum(self._num_owned(part.table)[0] for part in self._parts)
+        with self._progress(total, "load", " rows") as progress:
+            return {str(part.table): self._import_table(part, progress) for part in self._parts}
 
-    def _import_table(self, t: int, part: _Chained, progress: Any) -> TableReport:
+    def _num_owned(self, table: Table) -> tuple[int, int]:
+        """Return how many ids of the dumps this rank will own, and all ranks together."""
+        own = table.placement(self._ranks.world_size).part_of(self._ranks.rank)
+        assert own is not None
+        numbers = self._verified.num_owned[str(table)]
+        return numbers[own.number], sum(numbers)
+
+    def _import_table(self, part: _Chained, progress: Any) -> TableReport:
         request, ranks, disk, table = self._request, self._ranks, self._disk, part.table
         conversion = Conversion(self._now, request.optim, request.fresh_scores, self._verified.newest)
-        expected = _num_expected(part, self._verified.num_owned[t], ranks.rank)
+        expected = _num_expected(part, *self._num_owned(table))
         num_rows = 0
         initial = initial_state(table, part.last, request.optim)
         with RowImport(table.group, table.index, request.merge, expected, initial) as importer:
@@ -337,31 +348,35 @@ def fill_counter(table: Table, batches: Counts, merge: bool, disk: FileSystem) -
     return importer.num_lost
 
 
-def _num_expected(part: _Chained, num_owned: list[int], rank: int) -> int:
+def _num_expected(part: _Chained, num_owned: int, num_all: int) -> int:
     """Return about how many ids a rank will own at the end of a chain, exactly for a full dump."""
     if len(part.stored) == 1:
-        return num_owned[rank]
-    return sum(part.last.entry.sizes) * num_owned[rank] // max(1, sum(num_owned))
+        return num_owned
+    return sum(part.last.entry.sizes) * num_owned // max(1, num_all)
 
 
-def report_of(tables: list[Table], reports: list[list[TableReport]], ranks: Ranks) -> dict[str, dict[str, TableReport]]:
-    """Add up what the ranks did, and warn about losses."""
+def report_of(
+    tables: list[Table], reports: list[dict[str, TableReport]], ranks: Ranks
+) -> dict[str, dict[str, TableReport]]:
+    """Add up what the ranks did, and warn about losses; ``reports`` has the tables of each rank, by name."""
     result: dict[str, dict[str, TableReport]] = {}
-    for t, table in enumerate(tables):
-        parts = [of_rank[t] for of_rank in reports]
+    for table in tables:
+        parts = [of_rank[str(table)] for of_rank in reports if str(table) in of_rank]
         report = TableReport(*(sum(numbers) for numbers in zip(*map(astuple, parts), strict=True)))
         result.setdefault(table.folder, {})[table.name] = report
-        if report.num_lost and ranks.rank == 0:
+        if not table.is_first(ranks):
+            continue
+        if report.num_lost:
             warn(
                 f"table {table}: {report.num_lost} of {report.num_rows} ids of the dump found no place, the ones with "
                 "the lowest scores; raise max_capacity (with a planner num_embeddings) to keep them",
             )
-        if report.num_expired == report.num_rows > 0 and ranks.rank == 0:
+        if report.num_expired == report.num_rows > 0:
             warn(
                 f"table {table}: all {report.num_rows} ids of the dump have expired, by the ttl of "
                 f"{table.options.ttl} s that the table has; raise it to keep them"
             )
-        if report.num_counts_lost and ranks.rank == 0:
+        if report.num_counts_lost:
             warn(
                 f"table {table}: {report.num_counts_lost} ids that were not admitted yet found no place in the "
                 "counter, the ones with the lowest counts; raise the capacity of its KVCounter to keep them",

@@ -20,9 +20,9 @@ from dynamicemb.table.rows import RowFormat
 from dynamicemb.types import Counter
 from dynamicemb.warn import warn
 
-# A sharded collection lists the modules that hold its dynamic tables on this rank under the first name; under the second
-# one how many rows each table has over all ranks; and under the third one where tables are, also those of which this
-# rank has no part. A table that is not named there has a part of its rows on every rank.
+# A sharded collection lists the modules that hold its dynamic tables on this rank under the first name; under the
+# second one how many rows each table has over all ranks; and under the third one where tables are, also those of which
+# this rank has no part. A table that is not named there has a part of its rows on every rank.
 MODULES = "dynamic_embedding_modules"
 SIZES = "dynamic_table_sizes"
 PLACEMENTS = "dynamic_table_placements"
@@ -146,6 +146,10 @@ class Table:
         if self.given is not None:
             return self.given
         return Placement.row_wise(Rule(self.options.dist_type, self.num_embeddings), world_size, self.dim)
+
+    def is_first(self, ranks: Ranks) -> bool:
+        """Return whether this one of the ranks has the table's first part, and so speaks for it."""
+        return self.is_here and self.placement(ranks.world_size).ranks[0] == ranks.rank
 
     def owns(self, ids: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return which of some ids i64 ``[M]`` belong to this one of the ranks, bool ``[M]``."""
@@ -325,7 +329,10 @@ def tables_of_modules(
 
     def table(name: str, module: BatchedDynamicEmbeddingTablesV2 | None, index: int) -> Table:
         given = placements.get(name)
-        return Table(folder, name, module, index, sizes.get(name, given and given.rule.num_embeddings), given)
+        size = sizes.get(name)
+        if size is None and given is not None:
+            size = given.rule.num_embeddings
+        return Table(folder, name, module, index, size, given)
 
     tables = [table(name, module, index) for module in modules for index, name in enumerate(module.table_names)]
     held = {table.name for table in tables}

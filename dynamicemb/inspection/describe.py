@@ -31,7 +31,7 @@ def dump_facts(dump: OneDump, tables: list[TableFacts]) -> DumpFacts:
     """Return what a dump says about itself."""
     manifest = dump.opened.manifest
     total = sum(sum(table.bytes.values()) for table in tables)
-    world_sizes = {part.stored.world_size for part in dump.parts.values()}
+    world_sizes = {part.stored.num_parts for part in dump.parts.values()}
     if manifest.is_foreign:
         world_size = world_sizes.pop() if len(world_sizes) == 1 else None
         return DumpFacts(
@@ -98,7 +98,7 @@ def _sizes(table: DumpedTable, stored: Stored, disk: FileSystem) -> dict[str, in
     """Return the bytes of a table's files, per kind of file."""
     sizes: dict[str, int] = {}
     for item in ITEMS:
-        paths = [stored.path(item, rank) for rank in range(stored.world_size)]
+        paths = [stored.path(item, rank) for rank in range(stored.num_parts)]
         known = [stored.files[path].size for path in paths if path in stored.files]
         if stored.is_foreign:
             known = [size for size in map(disk.size, paths) if size >= 0]

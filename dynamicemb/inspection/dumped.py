@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from dynamicemb.checkpoint.disk.io import FileSystem, join
 from dynamicemb.checkpoint.disk.reader import FileReader
 from dynamicemb.checkpoint.format import KEYS, SCORES, VALUES, TableEntry, inside, meta_file, parse_rank_file, rank_file
 from dynamicemb.checkpoint.reading.opened import OpenedDump, Stored, read_json
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, ScoreStrategy, string_to_evict_strategy
-from dynamicemb.table.ownership import owner_of
+from dynamicemb.table.placement import ROUNDROBIN, Placement, Rule
 
 UNKNOWN = "unknown"
 
@@ -48,12 +47,9 @@ class DumpedTable:
     num_embeddings: int | None
     evict_strategy: str | None = None
 
-    def owners(self, ids: torch.Tensor, world_size: int) -> torch.Tensor:
-        """Return the rank that owns each id, of so many ranks."""
-        if world_size == 1:
-            return torch.zeros_like(ids)
-        assert self.dist_type is not None
-        return owner_of(ids, world_size, self.dist_type, self.num_embeddings)
+    def placement(self, world_size: int) -> Placement:
+        """Return where so many ranks would have the table."""
+        return Placement.row_wise(Rule(self.dist_type or ROUNDROBIN, self.num_embeddings), world_size, max(1, self.dim))
 
     def __str__(self) -> str:
         return inside(self.folder, self.name)

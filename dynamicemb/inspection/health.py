@@ -15,7 +15,6 @@ from dynamicemb.inspection.dumped import Part
 from dynamicemb.inspection.facts import Health
 from dynamicemb.inspection.sample import Block, blocks, num_looked_at
 from dynamicemb.table.layout import fmix64, locate
-from dynamicemb.table.ownership import owner_of
 
 # Begins anew to yield a rank and some of the ids in its files, i64 ``[M]``, M > 0.
 Ids: TypeAlias = Callable[[], Iterator[tuple[int, np.ndarray]]]
@@ -145,12 +144,9 @@ def num_repeated_in_buckets(ids: Ids, num_buckets: list[int]) -> int:
 
 def _num_strays(stored: Stored, ids: Iterator[tuple[int, np.ndarray]]) -> int | None:
     """Return how many ids are in the files of a rank that does not own them; None without a manifest."""
-    entry = stored.entry
     if stored.is_foreign:
         return None
-    if stored.world_size == 1:
+    if stored.num_parts == 1:
         return 0
-    return sum(
-        int((owner_of(torch.from_numpy(i), stored.world_size, entry.dist_type, entry.num_embeddings) != rank).sum())
-        for rank, i in ids
-    )
+    placement = stored.entry.placement
+    return sum(int((placement.parts(torch.from_numpy(i)) != number).sum()) for number, i in ids)

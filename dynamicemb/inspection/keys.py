@@ -24,7 +24,6 @@ from dynamicemb.inspection.facts import ABSENT, AGE, COUNTED, GONE, ROW, KeyFact
 from dynamicemb.inspection.scores import as_ages, clipped, holds_ages, unit_of
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table.layout import locate
-from dynamicemb.table.ownership import owner_of
 
 # Weights, or values of state, that are shown.
 NUM_SHOWN = 8
@@ -80,10 +79,7 @@ def _rows(ids: list[int], stored: Stored, disk: FileSystem) -> dict[int, tuple[i
 
 def _owner(key: int, stored: Stored) -> int:
     """Return the rank in whose files an id of one of our dumps is."""
-    entry = stored.entry
-    if stored.world_size == 1:
-        return 0
-    return int(owner_of(torch.tensor([key]), stored.world_size, entry.dist_type, entry.num_embeddings)[0])
+    return int(stored.entry.placement.parts(torch.tensor([key]))[0])
 
 
 def _position(key: int, rank: int, stored: Stored, disk: FileSystem) -> int:
@@ -129,7 +125,7 @@ def _scan(
 
 
 def _tombstones(stored: Stored) -> list[int]:
-    return [stored.num_tombstones(rank) for rank in range(stored.world_size)]
+    return [stored.num_tombstones(rank) for rank in range(stored.num_parts)]
 
 
 def _counts(ids: list[int], stored: Stored, disk: FileSystem) -> dict[int, tuple[int, int]]:

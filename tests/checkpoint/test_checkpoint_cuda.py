@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamicemb.table.ownership import owner_of
 from tests.checkpoint import test_background_ranks as background
 from tests.checkpoint import test_checkpoint_ranks as dumps
 from tests.checkpoint import test_state_dict_ranks as states
+from tests.support.placements import owner_of
 from tests.support.ranks import ON_ONE_GPU, ON_OWN_GPUS, GpuRanks, RankPool, gpu_ranks, ranks, skip_without_gpus  # noqa: F401
 from tests.support.state_dict_model import Kind
 

@@ -63,7 +63,7 @@ def train_and_dump(rank: int, world_size: int, case: Case, path: str) -> dict[st
 
 def load_and_dump(rank: int, world_size: int, case: Case, path: str, onward: str | None) -> dict[str, Records]:
     from dynamicemb import DynamicEmbDump, DynamicEmbLoad
-    from dynamicemb.table.ownership import owner_of
+    from tests.support.placements import owner_of
 
     model = make(case, world_size, seed=99)
     steps(model, case, rank, range(7, 8))

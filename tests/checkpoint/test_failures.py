@@ -392,8 +392,8 @@ def test_c22_a_manifest_that_contradicts_itself_is_refused(
         rewrite_manifest(dumped, change)
         refuses(two_tables, dumped, "manifest.json")
         (dumped / "manifest.json").write_bytes(good)
-    rewrite_manifest(dumped, lambda m: m.update(format_version=2, package_version="9.9"))
-    with pytest.raises(DynamicEmbError, match=r"format version 2.*reads up to 1.*dynamicemb 9\.9"):
+    rewrite_manifest(dumped, lambda m: m.update(format_version=3, package_version="9.9"))
+    with pytest.raises(DynamicEmbError, match=r"format version 3.*reads up to 2.*dynamicemb 9\.9"):
         load(two_tables, DISK, str(dumped))
 
 

@@ -176,7 +176,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(case: str) -> None:
 def damage(state: dict[str, Any], how: str) -> None:
     text, ids = json.loads(state[A + "dynamic_table"]), state[A + "dynamic_ids"]
     if how == "version":
-        state[A + "dynamic_table"] = json.dumps(text | {"format_version": 2, "package_version": "9.9"})
+        state[A + "dynamic_table"] = json.dumps(text | {"format_version": 3, "package_version": "9.9"})
     elif how == "text":
         state[A + "dynamic_table"] = "{"
     elif how == "field":
@@ -219,7 +219,7 @@ DAMAGES = {
     "integer state": "'dynamic_state' of the state_dict must have a floating dtype, got torch.int32",
     "sparse values": "dynamic_values of the state_dict must be a dense tensor with data, got layout torch.sparse_coo",
     "no data": "dynamic_values of the state_dict must be a dense tensor with data, got .* on meta",
-    "version": "have version 2, this package reads up to 1; load them with dynamicemb 9.9",
+    "version": "have version 3, this package reads up to 2; load them with dynamicemb 9.9",
     "text": "'dynamic_table' of the state_dict is damaged",
     "field": r"'dynamic_table' of the state_dict is damaged.*dim",
     "no table": "'dynamic_table' of the state_dict is damaged",

@@ -184,7 +184,7 @@ def copies(rank: int, world_size: int, path: str) -> None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     from dynamicemb.checkpoint.state_dict.shards import RowsOfRanks
-    from dynamicemb.table.ownership import owner_of
+    from tests.support.placements import owner_of
 
     module = make_module([options(capacity=256)], optimizer="adam", device="cpu")
     ids = torch.tensor([*EXTREME, *range(40)])

@@ -64,7 +64,7 @@ def load_and_tell(rank: int, world_size: int, kind: Kind, path: str) -> tuple[di
 
 
 def tables_owners(module: Any, table: int, ids: torch.Tensor, kind: Kind, world_size: int) -> torch.Tensor:
-    from dynamicemb.table.ownership import owner_of
+    from tests.support.placements import owner_of
 
     return owner_of(ids, world_size, kind.dist_type, kind.num_embeddings)
 
@@ -155,9 +155,9 @@ def shared_module(rank: int, world_size: int, path: str, kind: str) -> Any:
     import torch.distributed.checkpoint as dcp
 
     from dynamicemb import DynamicEmbLoadPlanner
-    from dynamicemb.table.ownership import owner_of
     from tests.support.checkpoints import records
     from tests.support.lookups import EXTREME, bag_per_id, make_module, options
+    from tests.support.placements import owner_of
 
     tables = make_module([options(score_strategy=LFU, capacity=256)], optimizer="adam")
     if kind != "load":

@@ -151,10 +151,10 @@ def test_wrong_contents_with_right_checksums_are_damage(shell: Shell, tmp_path: 
 
 
 def test_a_manifest_of_a_later_version_is_refused_as_by_a_load(shell: Shell, dumped: Path) -> None:  # noqa: F811
-    rewrite_manifest(dumped, lambda m: m.update(format_version=2, package_version="9.9"))
+    rewrite_manifest(dumped, lambda m: m.update(format_version=3, package_version="9.9"))
     status, out, err = shell.run(dumped)
     assert (status, out) == (1, "") and err == what_a_load_says(module_of_two(), dumped) + "\n"
-    rewrite_manifest(dumped, lambda m: m.update(format_version=1, clock="1"))
+    rewrite_manifest(dumped, lambda m: m.update(format_version=2, clock="1"))
     assert shell.run(dumped) == (1, "", what_a_load_says(module_of_two(), dumped) + "\n")
 
 

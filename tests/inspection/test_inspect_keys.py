@@ -12,7 +12,6 @@ from dynamicemb.checkpoint.disk.io import DISK
 from dynamicemb.checkpoint.disk.watched import WatchedDisk
 from dynamicemb.inspection import keys
 from dynamicemb.table.layout import locate
-from dynamicemb.table.ownership import owner_of
 from tests.checkpoint.test_checkpoint_ranks import case_for, train_and_dump
 from tests.checkpoint.test_checkpoint_reference import CASES, DIMS, DUMPS
 from tests.checkpoint.test_increments import ids_in
@@ -20,6 +19,7 @@ from tests.support.admitting import admitting
 from tests.support.checkpoints import read_reference_files, records, train, trained
 from tests.support.inspecting import CLOCK, Shell, lines, make_dump, rewrite, shell  # noqa: F401
 from tests.support.lookups import EXTREME, bag_per_id, make_module, options
+from tests.support.placements import owner_of
 from tests.support.ranks import RankPool, ranks  # noqa: F401
 
 TIMESTAMP, STEP, CUSTOMIZED, LFU, NO_EVICTION = DynamicEmbScoreStrategy

@@ -195,7 +195,7 @@ def test_the_rules_catch_a_bad_module(module: str, source: str) -> None:
     [
         (
             "dynamicemb.sharding.planning.planner",
-            "import torchrec\nfrom ...table import ownership\nfrom ... import types",
+            "import torchrec\nfrom ...table import placement\nfrom ... import types",
         ),
         ("dynamicemb.embedding.module", "import torch\nclass F(torch.autograd.Function): pass"),
         ("dynamicemb.table.cpu.find", "from .. import layout\nfrom ...types import X\nfrom dynamicemb import types"),

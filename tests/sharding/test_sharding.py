@@ -14,7 +14,7 @@ from dynamicemb.sharding.exchange.dedup import (
     unique_per_table_by_sorting,
     unpack_counts,
 )
-from dynamicemb.table.ownership import owner_of
+from tests.support.placements import owner_of
 from tests.support.ranks import GpuRanks, RankPool, ranks  # noqa: F401
 from tests.support.sharded_model import STEPS, Case, Reference, Table, initial_rows, train
 

@@ -356,7 +356,7 @@ def train(rank: int, draw: Draw) -> dict[str, Any]:
 
 
 def _give_first_rows(rank: int, draw: Draw, model: Any) -> None:
-    from dynamicemb.table.ownership import owner_of
+    from tests.support.placements import owner_of
 
     device, by_name = device_of(draw.case), {table.name: table for table in draw.tables}
     for name, shards in _static_shards(draw, model).items():

@@ -26,7 +26,8 @@ from dynamicemb.checkpoint.format import (
 )
 from dynamicemb.inspection.command import main
 from dynamicemb.table.layout import locate
-from dynamicemb.table.ownership import owner_of
+from dynamicemb.table.placement import Placement, Rule
+from tests.support.placements import owner_of
 
 CLOCK = 1_700_000_000 * 10**9
 
@@ -124,6 +125,7 @@ def make_dump(
     entry = TableEntry(
         dim, "float32", "sgd", -1, ["TIMESTAMP"], dist_type, 50, 1, 4, counted is not None, counts, counts,
         [num_buckets] * world_size, [num_buckets * 16] * world_size, num_counters, [0] * world_size,
+        Placement.row_wise(Rule(dist_type, 50), world_size, dim),
     )  # fmt: skip
     manifest = Manifest("0.1.0", FULL, "5" * 32, [], world_size, CLOCK, {"": {"t": entry}}, files)
     (folder / "manifest.json").write_bytes(manifest.to_bytes())

@@ -31,6 +31,7 @@ from dynamicemb.checkpoint.format import (
 from dynamicemb.checkpoint.place import Target, is_unfinished
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.optimizer import get_optimizer_state_dim
+from dynamicemb.table.placement import Placement, Rule
 from dynamicemb.warn import warn
 
 
@@ -41,7 +42,7 @@ class Stored:
     Attributes:
         folder: where its files are.
         name: the table's name.
-        world_size: ranks that wrote it.
+        num_parts: into how many files of each kind its rows are divided: one for each rank, unless some had none.
         num_columns: of the scores, 0 if there is no file.
         meta: contents of the JSON file.
         entry: from the manifest; of a foreign dump, what names and sizes of its files tell.
@@ -52,7 +53,7 @@ class Stored:
 
     folder: str
     name: str
-    world_size: int
+    num_parts: int
     num_columns: int
     meta: dict[str, Any]
     entry: TableEntry
@@ -75,9 +76,9 @@ class Stored:
         """Ids in each rank's files of admission counts, None if there are none."""
         return self.entry.num_counters if self.entry.has_counter else None
 
-    def path(self, item: str, rank: int) -> str:
-        """Return the path of a rank's file."""
-        return join(self.folder, rank_file(self.name, item, rank, self.world_size))
+    def path(self, item: str, part: int) -> str:
+        """Return the path of a part's file."""
+        return join(self.folder, rank_file(self.name, item, part, self.num_parts))
 
     def num_tombstones(self, rank: int) -> int:
         """Return how many ids a rank's file of removed ids holds."""
@@ -139,16 +140,16 @@ class OpenedDump:
         entry = manifest.collections[folder][name]
         place = join(self.root, folder) if folder else self.root
         listed = [inside(folder, meta_file(name))] + [
-            inside(folder, rank_file(name, item, rank, manifest.world_size))
+            inside(folder, rank_file(name, item, part, entry.num_parts))
             for item in entry.items(manifest.kind)
-            for rank in range(manifest.world_size)
+            for part in range(entry.num_parts)
         ]
         files = {join(self.root, path): manifest.files[path] for path in listed}
         meta_path = join(place, meta_file(name))
         check_crc(meta_path, files[meta_path], disk)
         meta = read_json(meta_path, disk)
         columns = len(entry.score_strategy)
-        return Stored(place, name, manifest.world_size, columns, meta, entry, manifest.clock, files)
+        return Stored(place, name, entry.num_parts, columns, meta, entry, manifest.clock, files)
 
 
 def open_dump(path: str, disk: FileSystem) -> OpenedDump:
@@ -365,6 +366,7 @@ def _entry(
         capacities=nothing,
         num_counters=num_counts or nothing,
         num_tombstones=nothing,
+        placement=Placement.row_wise(Rule(), len(counts), max(1, table.dim)),
     )
 
 

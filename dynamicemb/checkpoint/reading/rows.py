@@ -24,7 +24,6 @@ from dynamicemb.checkpoint.reading.opened import Stored
 from dynamicemb.checkpoint.tables import Table
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, score_load_permutation
-from dynamicemb.table.ownership import CONTINUOUS
 from dynamicemb.table.scores import MAX_SCORE
 
 _BATCH_BYTES = 2**24
@@ -122,18 +121,17 @@ def _moved(times: torch.Tensor, offset: int, latest: int) -> torch.Tensor:
 
 
 def keeps_layout(table: Table, stored: Stored, ranks: Ranks) -> bool:
-    """Return whether each rank finds all of its ids, and nothing else, in its own files."""
-    entry = stored.entry
-    return (
-        stored.world_size == ranks.world_size
-        and entry.dist_type == table.options.dist_type
-        and (entry.dist_type != CONTINUOUS or entry.num_embeddings == table.num_embeddings)
-    )
+    """Return whether each part of a table finds all of its ids, and nothing else, in one file."""
+    there, here = stored.entry.placement, table.placement(ranks.world_size)
+    return not stored.is_foreign and there.rule == here.rule and there.num_parts == here.num_parts
 
 
 def files_of_rank(table: Table, stored: Stored, ranks: Ranks) -> list[int]:
-    """Return the ranks whose files may hold ids of this rank."""
-    return [ranks.rank] if keeps_layout(table, stored, ranks) else list(range(stored.world_size))
+    """Return the parts whose files may hold ids of this rank."""
+    own = table.placement(ranks.world_size).part_of(ranks.rank)
+    if own is None:
+        return []
+    return [own.number] if keeps_layout(table, stored, ranks) else list(range(stored.num_parts))
 
 
 def rows_of_rank(
@@ -184,7 +182,7 @@ def _owned(table: Table, count: int, files: _Files, ranks: Ranks) -> Iterator[Ro
     size = min(BATCH_SIZE_PER_DUMP, max(1, _BATCH_BYTES // (4 * (table.dim + table.num_state))))
     for begin in range(0, count, size):
         ids = torch.from_numpy(files.keys.read(begin, min(size, count - begin))[:, 0])
-        own = (table.owners(ids, ranks.world_size) == ranks.rank).nonzero().flatten().numpy()
+        own = table.owns(ids, ranks).nonzero().flatten().numpy()
         if not own.size:
             continue
         # Only the part of the batch between the first and the last row of ours is read, and copied if not all is ours.
@@ -200,7 +198,7 @@ def tombstones_of_rank(table: Table, stored: Stored, ranks: Ranks, disk: FileSys
         if count:
             with FileReader(disk, stored.path(TOMBSTONES, file_rank), np.int64, 1) as reader:
                 ids = reader.read(0, count)[:, 0]
-            found.append(ids[(table.owners(torch.from_numpy(ids), ranks.world_size) == ranks.rank).numpy()])
+            found.append(ids[table.owns(torch.from_numpy(ids), ranks).numpy()])
     return found
 
 
@@ -222,5 +220,5 @@ def counts_of_rank(
                 occurrences = torch.from_numpy(counts.read(begin, size)[:, 0])
                 # Unsigned numbers; ours end before the sign.
                 occurrences = torch.where(occurrences < 0, MAX_SCORE, occurrences)
-                own = table.owners(ids, ranks.world_size) == ranks.rank
+                own = table.owns(ids, ranks)
                 yield ids[own], occurrences[own]

@@ -16,7 +16,7 @@ from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.errors import CheckpointCorruptError, DynamicEmbError
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy
 from dynamicemb.table.layout import locate
-from dynamicemb.table.ownership import CONTINUOUS, owner_of
+from dynamicemb.table.placement import CONTINUOUS, Placement
 
 
 @dataclass
@@ -24,17 +24,20 @@ class Verified:
     """What one rank found, or all together.
 
     Attributes:
-        num_owned: per table, how many ids of the dumps each of the loading ranks will own.
+        num_owned: per table of this rank, by its name in messages, how many ids each of its parts will own.
         newest: per table without a clock, the newest time in its scores.
     """
 
-    num_owned: list[list[int]]
+    num_owned: dict[str, list[int]]
     newest: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def joined(parts: "list[Verified]") -> "Verified":
         """Add up what the ranks found."""
-        owned = [[sum(numbers) for numbers in zip(*rows)] for rows in zip(*(part.num_owned for part in parts))]
+        owned: dict[str, list[int]] = {}
+        for part in parts:
+            for name, numbers in part.num_owned.items():
+                owned[name] = [a + b for a, b in zip(owned.get(name, [0] * len(numbers)), numbers, strict=True)]
         newest: dict[str, int] = {}
         for part in parts:
             for name, time in part.newest.items():
@@ -48,37 +51,45 @@ def check_true_ids(table: DescribedTable, stored: Stored) -> None:
     Raises:
         DynamicEmbError: as said.
     """
-    if stored.is_foreign and stored.meta.get("dist_type") == CONTINUOUS and stored.world_size > 1:
+    if stored.is_foreign and stored.meta.get("dist_type") == CONTINUOUS and stored.num_parts > 1:
         raise DynamicEmbError(
-            f"table {table}: the dump was written with 'continuous' routing by {stored.world_size} ranks and has no "
+            f"table {table}: the dump was written with 'continuous' routing by {stored.num_parts} ranks and has no "
             "manifest; the reference implementation stores ids there that are counted from each rank's first one, from "
             "which the true ids cannot be told. Dump it again there with 'roundrobin' or on one rank"
         )
 
 
 def verify(tables: Sequence[DescribedTable], stored: list[list[Stored]], ranks: Ranks, disk: FileSystem) -> Verified:
-    """Check this rank's share of the files: those of the writing ranks r, r + R, ...
+    """Check this rank's share of the files: part p of P checks those of the written parts p, p + P, ...
 
     Raises:
         CheckpointCorruptError: a file is not what the manifest says, or ids of a dump of ours are repeated, out of
             order, or in the wrong rank's file.
     """
-    found = Verified([[0] * ranks.world_size for _ in tables])
-    for t, (table, parts) in enumerate(zip(tables, stored, strict=True)):
-        owned = np.zeros(ranks.world_size, np.int64)
+    found = Verified({})
+    for table, parts in zip(tables, stored, strict=True):
+        placement = table.placement(ranks.world_size)
+        owned = np.zeros(placement.num_parts, np.int64)
         for part in parts:
-            for file_rank in range(ranks.rank, part.world_size, ranks.world_size):
-                suffix = f".rank_{file_rank}.world_size_{part.world_size}"
+            for number in _share(table, part, ranks):
+                suffix = f".rank_{number}.world_size_{part.num_parts}"
                 for path, entry in part.files.items():
                     if path.endswith(suffix):
                         check_crc(path, entry, disk)
-                owned += _check_keys(table, part, file_rank, ranks, disk)
-                _check_counted(part, file_rank, disk)
+                owned += _check_keys(placement, part, number, disk)
+                _check_counted(part, number, disk)
                 if part.is_foreign and isinstance(table.strategy, tuple) and part.num_columns:
-                    newest = _newest(table, part, file_rank, disk)
+                    newest = _newest(table, part, number, disk)
                     found.newest[str(table)] = max(newest, found.newest.get(str(table), 0))
-        found.num_owned[t] = owned.tolist()
+        found.num_owned[str(table)] = owned.tolist()
     return found
+
+
+def _share(table: DescribedTable, stored: Stored, ranks: Ranks) -> range:
+    """Return which parts' files this rank checks; none where it has no part of the table."""
+    placement = table.placement(ranks.world_size)
+    own = placement.part_of(ranks.rank)
+    return range(0) if own is None else range(own.number, stored.num_parts, placement.num_parts)
 
 
 def _batches(disk: FileSystem, path: str, count: int, width: int = 1) -> Iterator[np.ndarray]:
@@ -89,25 +100,25 @@ def _batches(disk: FileSystem, path: str, count: int, width: int = 1) -> Iterato
 
 def bytes_to_verify(table: DescribedTable, stored: Stored, ranks: Ranks) -> int:
     """Return what the check of this rank's share reads: all of its files, and some of them once more."""
-    writers = range(ranks.rank, stored.world_size, ranks.world_size)
-    num_rows = sum(stored.counts[rank] for rank in writers)
+    writers = _share(table, stored, ranks)
+    num_rows = sum(stored.counts[part] for part in writers)
     if stored.is_foreign:
         # Without a clock the newest time is looked for.
         return 8 * num_rows * (3 if isinstance(table.strategy, tuple) else 1)
-    ends = tuple(f".rank_{rank}.world_size_{stored.world_size}" for rank in writers)
+    ends = tuple(f".rank_{part}.world_size_{stored.num_parts}" for part in writers)
     files = sum(entry.size for path, entry in stored.files.items() if path.endswith(ends))
-    return files + 8 * (num_rows + sum((stored.num_counts or [0] * stored.world_size)[rank] for rank in writers))
+    return files + 8 * (num_rows + sum((stored.num_counts or [0] * stored.num_parts)[part] for part in writers))
 
 
-def _check_keys(table: DescribedTable, stored: Stored, file_rank: int, ranks: Ranks, disk: FileSystem) -> np.ndarray:
-    """Check the ids of one file; return how many of them each loading rank will own."""
-    owned = np.zeros(ranks.world_size, np.int64)
+def _check_keys(placement: Placement, stored: Stored, file_rank: int, disk: FileSystem) -> np.ndarray:
+    """Check the ids of one file; return how many of them each part of a placement will own."""
+    owned = np.zeros(placement.num_parts, np.int64)
     path = stored.path(KEYS, file_rank)
     # The bucket that the last batch ended in, and the ids of that bucket.
     last_bucket, last_ids = -1, np.empty(0, np.int64)
     for batch in _batches(disk, path, stored.counts[file_rank]):
         ids = batch[:, 0]
-        owned += np.bincount(table.owners(torch.from_numpy(ids), ranks.world_size).numpy(), minlength=owned.size)
+        owned += np.bincount(placement.parts(torch.from_numpy(ids)).numpy(), minlength=owned.size)
         if stored.is_foreign:
             continue
         _check_writer(path, ids, stored, file_rank)
@@ -126,8 +137,7 @@ def _check_keys(table: DescribedTable, stored: Stored, file_rank: int, ranks: Ra
 
 
 def _check_writer(path: str, ids: np.ndarray, stored: Stored, file_rank: int) -> None:
-    entry = stored.entry
-    writers = owner_of(torch.from_numpy(ids), stored.world_size, entry.dist_type, entry.num_embeddings).numpy()
+    writers = stored.entry.placement.parts(torch.from_numpy(ids)).numpy()
     if (writers != file_rank).any():
         stray = int(ids[writers != file_rank][0])
         raise CheckpointCorruptError(path, f"ids of rank {file_rank}", f"id {stray} of another one")

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.checkpoint.format import TableEntry, typed
+from dynamicemb.checkpoint.format import TableEntry, add_placement, typed
 from dynamicemb.checkpoint.reading.opened import Stored
 from dynamicemb.checkpoint.tables import Table
 from dynamicemb.errors import DynamicEmbError
@@ -32,7 +32,7 @@ from dynamicemb.table.ids import fmix64
 from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.version import __version__
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # Ids whose hashes are added up at a time.
 _IDS_AT_A_TIME = 2**20
 
@@ -135,6 +135,9 @@ class Description:
                     f"table {table}: its entries in the state_dict have version {version}, this package reads up to "
                     f"{STATE_VERSION}; load them with dynamicemb {values.get('package_version')} or later"
                 )
+            if "placement" not in values["entry"]:
+                # Version 1 had none.
+                add_placement(values["entry"], len(values["entry"]["counts"]))
             entry: TableEntry = typed(TableEntry, values["entry"], "entry")
             clock, *sums = (typed(int, values[name], name) for name in ("clock", "ids_sum", "counter_ids_sum"))
             if not 0 <= clock <= MAX_SCORE:

@@ -34,7 +34,7 @@ class Exchange:
         self._ranks = ranks
         self._exchanges = not complete and ranks.world_size > 1
         self._size = _rows_per_batch(columns, ranks.world_size if self._exchanges else 1)
-        self._owners = table.owners(columns[0], ranks.world_size)
+        self._owners = table.placement(ranks.world_size).owner(columns[0])
         sent = torch.bincount(self._owners, minlength=ranks.world_size).tolist()
         counts = ranks.gather(sent) if self._exchanges else [sent]
         self.num_owned = sum(of_rank[ranks.rank] for of_rank in counts)

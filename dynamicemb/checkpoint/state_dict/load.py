@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dynamicemb.checkpoint.agreement import check_everywhere, check_placement, describe
 from dynamicemb.checkpoint.disk.io import DISK
 from dynamicemb.checkpoint.load import TableReport, fill_counter, report_of, warn_of_outstanding
 from dynamicemb.checkpoint.ranks import Ranks
@@ -27,7 +28,7 @@ from dynamicemb.checkpoint.state_dict.entries import (
 )
 from dynamicemb.checkpoint.state_dict.exchange import Exchange
 from dynamicemb.checkpoint.state_dict.shards import local_rows
-from dynamicemb.checkpoint.tables import Table, check_routing_known, describe
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.importing.rows import RowImport, adopt_clock, clear
 from dynamicemb.warn import warn
@@ -113,6 +114,7 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
             they were.
         ValueError: they do not fit the tables: dim, score strategy, optimizer. The tables are as they were.
     """
+    ranks.each(lambda: check_everywhere(tables, "load_state_dict"))
     found = ranks.each(lambda: [_Found.create(*pair) for pair in zip(tables, entries, strict=True)])
     found = _checked(found, ranks)
     ranks.on_first(lambda: _warn_about_counts(found))
@@ -122,7 +124,7 @@ def load_tables_state(tables: list[Table], entries: list[dict[str, Any]], ranks:
         adopt_clock(table.group, now)
     conversion = Conversion(now, with_state=True, fresh_scores=False, newest={})
     try:
-        reports = [_import(part, conversion, ranks) for part in found]
+        reports = {str(part.table): _import(part, conversion, ranks) for part in found}
         stored = [part.stored for part in found]
         ranks.each(lambda: adopt_settings(tables, stored, optim=True, merge=False, fresh_scores=False))
     except BaseException:
@@ -137,7 +139,7 @@ def _checked(found: list[_Found], ranks: Ranks) -> list[_Found]:
 
     def check() -> None:
         for part in found:
-            check_routing_known(part.table, ranks.world_size)
+            check_placement(part.table, ranks)
             try:
                 check_compatible(part.table, part.stored, optim=True, fresh_scores=False, report=ranks.rank == 0)
             except ValueError as error:

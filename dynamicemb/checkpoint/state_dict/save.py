@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dynamicemb.checkpoint.agreement import check_everywhere, check_placement, describe
 from dynamicemb.checkpoint.dump import observed_time
 from dynamicemb.checkpoint.format import KEYS, OPT_VALUES
 from dynamicemb.checkpoint.format import SCORES as SCORES_FILE
@@ -23,7 +24,7 @@ from dynamicemb.checkpoint.state_dict.entries import (
     sum_of,
 )
 from dynamicemb.checkpoint.state_dict.shards import sharded
-from dynamicemb.checkpoint.tables import Table, check_routing_known, describe
+from dynamicemb.checkpoint.tables import Table
 from dynamicemb.checkpoint.writing.contents import Contents, Selected, live, to_file
 from dynamicemb.checkpoint.writing.files import check_owner, joined_entries
 from dynamicemb.errors import DynamicEmbError
@@ -50,6 +51,7 @@ def state_of_tables(tables: list[Table], ranks: Ranks) -> list[dict[str, Any]]:
         DynamicEmbError: the ranks disagree about the tables, or one holds ids of others.
         ValueError: where the ids of a table belong is unknown.
     """
+    ranks.each(lambda: check_everywhere(tables, "state_dict()"))
     descriptions = ranks.together(lambda: (describe(tables), max(map(observed_time, tables))))
     if any(description != descriptions[0][0] for description, _ in descriptions):
         raise DynamicEmbError(f"state_dict(): the ranks disagree about the tables: {[d for d, _ in descriptions]}")
@@ -85,7 +87,7 @@ def _joined(parts: list[Description]) -> Description:
 
 def _packed(table: Table, clock: int, ranks: Ranks) -> _Packed:
     """Copy what this rank holds of a table."""
-    check_routing_known(table, ranks.world_size)
+    check_placement(table, ranks)
     with live(table, _EVERYTHING) as contents:
         entry = contents.entry
         tensors = _rows(contents, clock, ranks)
@@ -93,6 +95,7 @@ def _packed(table: Table, clock: int, ranks: Ranks) -> _Packed:
             tensors |= _counts(contents, ranks)
             entry.num_counters[0] = tensors[COUNTER_IDS].numel()
         sums = [sum_of(tensors[name]) if name in tensors else 0 for name in (IDS, COUNTER_IDS)]
+        entry = replace(entry, placement=table.placement(ranks.world_size))
         return _Packed(Description(clock, entry, json.loads(contents.meta), *sums), tensors)
 
 

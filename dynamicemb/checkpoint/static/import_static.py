@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from dynamicemb.checkpoint.agreement import check_everywhere, check_placement, describe
 from dynamicemb.checkpoint.disk.read_ahead import ReadAhead
 from dynamicemb.checkpoint.load import warn_of_outstanding
 from dynamicemb.checkpoint.ranks import Ranks
@@ -20,7 +21,7 @@ from dynamicemb.checkpoint.static.plan import Planner, TablePlan
 from dynamicemb.checkpoint.static.row_ids import given_ids
 from dynamicemb.checkpoint.static.sources import open_entries
 from dynamicemb.checkpoint.static.stream import Received, Stream
-from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, tables_of_model
+from dynamicemb.checkpoint.tables import Table, tables_of_model
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.table.importing.rows import RowImport, adopt_clock, adopt_updates, clear
@@ -125,8 +126,9 @@ def _checked(
     if step is not None and not 0 <= step <= MAX_SCORE:
         raise ValueError(f"step must be in 0..{MAX_SCORE}, got {step}")
     tables = tables_of_model(model, table_names, ranks)
+    check_everywhere(tables, "import_static")
     for table in tables:
-        check_routing_known(table, ranks.world_size)
+        check_placement(table, ranks)
     return tables
 
 
@@ -238,7 +240,7 @@ def _import(plans: list[TablePlan], updates: dict[int, int], ranks: Ranks) -> di
 def _fill(plan: TablePlan, now: int, ranks: Ranks, progress: Any) -> StaticTableReport:
     """Fill a table; a collective."""
     table, row_ids = plan.table, plan.row_ids
-    stream = Stream([plan.weights, *plan.state], row_ids, lambda ids: table.owners(ids, ranks.world_size), ranks)
+    stream = Stream([plan.weights, *plan.state], row_ids, table.placement(ranks.world_size).owner, ranks)
     expected = -(-row_ids.num_ids // ranks.world_size)
     importer = RowImport(table.group, table.index, False, expected, table.module.optimizer.initial_accumulator_value)
     filler = Filler(table, importer, now)

@@ -69,7 +69,7 @@ def _own_ids(table: Table, stored: Stored, rank: int, ranks: Ranks, disk: FileSy
         for begin in range(0, stored.counts[rank], BATCH_SIZE_PER_DUMP):
             count = min(BATCH_SIZE_PER_DUMP, stored.counts[rank] - begin)
             ids = torch.from_numpy(reader.read(begin, count)[:, 0])
-            yield ids[table.owners(ids, ranks.world_size) == ranks.rank]
+            yield ids[table.owns(ids, ranks)]
 
 
 def marks_of(tables: list[Table], paths: tuple[str, ...]) -> list[Mark]:

@@ -16,6 +16,7 @@ from dynamicemb.checkpoint.tables import Table
 from dynamicemb.dynamicemb_config import BATCH_SIZE_PER_DUMP
 from dynamicemb.score_strategy import DynamicEmbScoreStrategy, get_evict_strategy, score_dump_permutation
 from dynamicemb.table.index import UPDATES
+from dynamicemb.table.placement import Placement, Rule
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.touched import next_change, slot_ranges, touched_slots
 
@@ -283,6 +284,7 @@ def _entry(table: Table, selected: Selected, size: int) -> TableEntry:
         capacities=[group.capacities[table.index]],
         num_counters=[0],
         num_tombstones=[0],
+        placement=Placement.row_wise(Rule(options.dist_type, table.num_embeddings), 1, table.dim),
     )
 
 

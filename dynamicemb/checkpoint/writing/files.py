@@ -70,7 +70,7 @@ class Writing:
                     entry = self._write_table(contents, part, behind)
                     meta = contents.meta
                 part.collections.setdefault(table.folder, {})[table.name] = entry
-                if self.ranks.rank == 0:
+                if table.is_first(self.ranks):
                     path = inside(table.folder, meta_file(table.name))
                     self.target.write_file(path, meta)
                     part.files[path] = FileEntry(len(meta), crc32(meta))
@@ -78,10 +78,13 @@ class Writing:
 
     def _write_table(self, contents: Contents, part: RankPart, behind: WriteBehind) -> TableEntry:
         table, entry = contents.table, contents.entry
+        placement = table.placement(self.ranks.world_size)
+        own = placement.part_of(self.ranks.rank)
+        assert own is not None
         with ExitStack() as stack:
             writers = {}
             for item in entry.items(self.chain.kind):
-                path = inside(table.folder, rank_file(table.name, item, self.ranks.rank, self.ranks.world_size))
+                path = inside(table.folder, rank_file(table.name, item, own.number, placement.num_parts))
                 writers[item] = stack.enter_context(FileWriter(self.disk, self.target.writing, path, behind))
             # Before the files are closed, also where something fails.
             stack.callback(behind.settle)
@@ -105,15 +108,18 @@ class Writing:
                 entry.num_tombstones[0] = gone.size
             for writer in writers.values():
                 part.files[writer.path] = writer.finish()
-        return entry
+        return replace(entry, placement=placement)
 
     def commit(self, parts: list[RankPart]) -> None:
         """Put together what the ranks wrote, and give the dump its place."""
         files = {path: entry for part in parts for path, entry in part.files.items()}
-        collections = {
-            folder: {name: joined_entries([part.collections[folder][name] for part in parts]) for name in tables}
-            for folder, tables in parts[0].collections.items()
-        }
+        collections: dict[str, dict[str, TableEntry]] = {}
+        for part in parts:
+            for folder, tables in part.collections.items():
+                for name, entry in tables.items():
+                    if name not in collections.setdefault(folder, {}):
+                        entries = [parts[rank].collections[folder][name] for rank in entry.placement.ranks]
+                        collections[folder][name] = joined_entries(entries)
         chain = self.chain
         manifest = Manifest(
             __version__, chain.kind, self.dump_id, chain.ids, len(parts), self.clock, collections, files
@@ -127,17 +133,17 @@ def check_owner(table: Table, ids: torch.Tensor, ranks: Ranks) -> None:
     Raises:
         DynamicEmbError: this rank holds ids of other ranks.
     """
-    foreign = ids[table.owners(ids, ranks.world_size) != ranks.rank]
+    foreign = ids[~table.owns(ids, ranks)]
     if foreign.numel():
         raise DynamicEmbError(
-            f"table {table} holds ids on rank {ranks.rank} that {table.options.dist_type!r} routing over "
-            f"{ranks.world_size} ranks gives to others, such as {int(foreign[0])}: no lookup finds them there. Import "
+            f"table {table} holds ids on rank {ranks.rank} that {table.placement(ranks.world_size)} "
+            f"gives to others, such as {int(foreign[0])}: no lookup finds them there. Import "
             "rows on the rank that owns_of names, and dump with the ranks over which the tables are sharded"
         )
 
 
 def joined_entries(entries: list[TableEntry]) -> TableEntry:
-    """Put the lists of all ranks together."""
+    """Put the lists of all parts together, in their order."""
     return replace(
         entries[0],
         updates=max(entry.updates for entry in entries),

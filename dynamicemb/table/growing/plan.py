@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from dynamicemb.table.ids import fmix64
 from dynamicemb.table.index import STEP, Index, Residents
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
-from dynamicemb.table.ids import fmix64
 
 # Slots looked at in one go, about 20 bytes of scratch memory each.
 SLOTS_AT_A_TIME = 2**22

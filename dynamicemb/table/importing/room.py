@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from dynamicemb.table.ids import fmix64
 from dynamicemb.table.index import EVICTED, Index
 from dynamicemb.table.layout import DIGEST_ERASED, FIRST_DIGEST
 from dynamicemb.table.layout import fmix64 as fmix64_of_array
-from dynamicemb.table.ids import fmix64
 
 # Slots of overfull buckets that are ranked at a time.
 _RANKED_SLOTS = 2**20

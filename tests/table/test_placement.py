@@ -1,4 +1,4 @@
-"""The routing rule, and the sort by owner."""
+"""Where the parts of a table are: the routing rules, placements, and the sort by owner."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamicemb.sharding.exchange.bucketize import bucketize, bucketize_with_torch
+from dynamicemb.table.ids import as_int64
 from dynamicemb.table.layout import fmix64
-from dynamicemb.table.ownership import DIST_TYPES, as_int64, owner_of
+from dynamicemb.table.placement import DIST_TYPES, Part, Placement, Rule
+from tests.support.placements import owner_of
 
 EXTREMES = [-(2**63), -(2**63) + 1, -4, -3, -2, -1, 0, 1, 2, 2**31, 2**62, 2**63 - 2, 2**63 - 1]
 
@@ -60,7 +62,7 @@ def test_c01_int32_and_uint64_ids() -> None:
     ("arguments", "message"),
     [
         ((2, "modulo"), "dist_type must be one of .*'modulo'"),
-        ((0, "roundrobin"), "world_size must be at least 1, got 0"),
+        ((0, "roundrobin"), "ranks must name a rank for each part"),
         ((2, "continuous"), "num_embeddings .* got None"),
         ((2, "continuous", 0), "num_embeddings .* got 0"),
     ],
@@ -99,3 +101,54 @@ def test_bucketize_with_numba_equals_torch(num_bags: int) -> None:
     owners = torch.randint(0, 3, (int(lengths.sum()),), generator=generator)
     for got, expected in zip(bucketize(owners, lengths, 3), bucketize_with_torch(owners, lengths, 3)):
         assert torch.equal(got, expected)
+
+
+# Placements
+
+
+def test_a_grid_gives_each_part_of_the_rows_and_of_the_columns_to_a_rank() -> None:
+    grid = Placement(Rule(), (0, 1, 4, 5), ((0, 32), (32, 64)))
+    ids = torch.tensor([6, 7])
+    assert (grid.num_parts, grid.dim) == (2, 64)
+    assert grid.owner(ids).tolist() == [0, 1] and grid.owner(ids, 1).tolist() == [4, 5]
+    assert [grid.part_of(rank) for rank in (1, 4, 2)] == [Part(1, (0, 32)), Part(0, (32, 64)), None]
+    assert [grid.owns(ids, rank).tolist() for rank in (0, 5, 2)] == [[True, False], [False, True], [False, False]]
+    assert not grid.is_row_wise_over(4)
+
+
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30),
+    ranks=st.permutations(range(6)).flatmap(lambda order: st.integers(1, 6).map(lambda n: tuple(order[:n]))),
+    dist_type=st.sampled_from(DIST_TYPES),
+)
+def test_c01_of_the_ranks_of_a_placement_one_owns_an_id(ids: list[int], ranks: tuple[int, ...], dist_type: str) -> None:
+    placement = Placement(Rule(dist_type, 1000), ranks, ((0, 8),))
+    keys = torch.tensor(ids, dtype=torch.int64)
+    wanted = [ranks[python_owner(i, len(ranks), dist_type, 1000)] for i in ids]
+    assert placement.owner(keys).tolist() == wanted
+    for rank in range(6):
+        assert placement.owns(keys, rank).tolist() == [owner == rank for owner in wanted]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns", "message"),
+    [
+        ((), ((0, 8),), "ranks must name a rank for each part"),
+        ((0, 1, 2), ((0, 4), (4, 8)), "ranks must name a rank for each part of the rows of each of 2 column shards"),
+        ((0, 0), ((0, 8),), "ranks must be different"),
+        ((-1,), ((0, 8),), "ranks must be different numbers from 0 on"),
+        ((0,), ((1, 8),), "columns must follow each other from 0 on"),
+        ((0, 1), ((0, 4), (8, 12)), "columns must follow each other"),
+        ((0, 1), ((0, 6), (6, 8)), "columns must be cut at multiples of 4"),
+    ],
+)
+def test_a_placement_that_contradicts_itself_is_refused(
+    ranks: tuple[int, ...], columns: tuple[tuple[int, int], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Placement(Rule(), ranks, columns)
+
+
+def test_rules_of_tables_of_any_size_are_equal_unless_they_are_continuous() -> None:
+    assert Rule("roundrobin", 5) == Rule("roundrobin", 7)
+    assert Rule("continuous", 5) != Rule("continuous", 7)
