@@ -19,12 +19,12 @@ from dynamicemb.table.admission import (
 )
 from dynamicemb.table.cpu.erase import erase
 from dynamicemb.table.cpu.find import find
-from dynamicemb.table.cpu.hashing import bucket_of, digest_of, group_of, mix
+from dynamicemb.table.cpu.hashing import mix
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
 from dynamicemb.table.cpu.memory import read_i64, write_i32, write_i64, write_u8
 from dynamicemb.table.cpu.philox import philox4x32
-from dynamicemb.table.cpu.probe import index_view, probe
+from dynamicemb.table.cpu.probe import home, index_view, probe
 from dynamicemb.table.cpu.transfer import read_rows, write_rows
 from dynamicemb.table.index import ERASED, NON_ADMITTED, STEP, Index
 from dynamicemb.table.rows import RowStore
@@ -231,10 +231,8 @@ def _count_kernel(view, ids, tables, limits, totals, admitted, unknown, tallies)
     """Add what the counter knows to ``totals``; forget ids that reach their limit, keep the sum of the others."""
     for k in range(ids.size):
         t = tables[k]
-        first_bucket = read_i64(view.bucket_offsets, t)
-        h = mix(ids[k])
-        base = (first_bucket + bucket_of(h, read_i64(view.bucket_offsets, t + 1) - first_bucket)) * view.bucket_capacity
-        slot = probe(view, base, group_of(h, view.bucket_capacity // 16), digest_of(h), ids[k])
+        base, group, digest = home(view, t, ids[k])
+        slot = probe(view, base, group, digest, ids[k])
         if slot >= 0:
             totals[k] += read_i64(view.scores, slot)
         if totals[k] >= limits[t]:

@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from dynamicemb.table.cpu.hashing import bucket_of, digest_of, group_of, mix
-from dynamicemb.table.cpu.memory import read_i64, write_u8
-from dynamicemb.table.cpu.probe import expired, index_view, probe
+from dynamicemb.table.cpu.memory import write_u8
+from dynamicemb.table.cpu.probe import expired, home, index_view, probe
 from dynamicemb.table.cpu.threads import launcher
 from dynamicemb.table.index import ERASED, Index
 
@@ -34,13 +33,9 @@ def erase(index: Index, ids: torch.Tensor, table_ranges: torch.Tensor) -> torch.
 
 @njit(cache=True, nogil=True)
 def _erase_kernel(view, table, ids, erased):
-    first_bucket = read_i64(view.bucket_offsets, table)
-    num_buckets = read_i64(view.bucket_offsets, table + 1) - first_bucket
-    num_groups = view.bucket_capacity // 16
     for i in range(ids.size):
-        h = mix(ids[i])
-        base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
-        slot = probe(view, base, group_of(h, num_groups), digest_of(h), ids[i])
+        base, group, digest = home(view, table, ids[i])
+        slot = probe(view, base, group, digest, ids[i])
         if slot >= 0 and not expired(view, table, slot):
             write_u8(view.digests, slot, 1)
             erased[i] = True

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, lowest_byte, mix
+from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
 from dynamicemb.table.cpu.memory import atomic_add_i64, prefetch, read_i32, read_i64, read_u64, write_i32, write_i64
 from dynamicemb.table.cpu.probe import counts as table_counts
-from dynamicemb.table.cpu.probe import expired, index_view, keeps, probe
+from dynamicemb.table.cpu.probe import expired, home, index_view, keeps, probe
 from dynamicemb.table.cpu.threads import launcher, num_parts
 from dynamicemb.table.index import HITS, MISSES, NUM_TALLIES, Index, Residents
 
@@ -87,16 +87,12 @@ def _find_block(view, batch, t, begin, size, touch, places):
     """Look up ``size`` occurrences of table ``t`` from ``begin`` on; returns the number of hits."""
     ids, _, out, frequencies = batch
     bases, groups, digests = places, places + _BLOCK * 8, places + _BLOCK * 16
-    first_bucket = read_i64(view.bucket_offsets, t)
-    num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
     counting, keeping = touch and table_counts(view, t), touch and keeps(view, t)
     for j in range(size):
-        h = mix(read_i64(ids, begin + j))
-        base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
-        group = group_of(h, view.bucket_capacity // 16)
+        base, group, digest = home(view, t, read_i64(ids, begin + j))
         write_i64(bases, j, base)
         write_i64(groups, j, group)
-        write_i64(digests, j, digest_of(h))
+        write_i64(digests, j, digest)
         prefetch(view.digests + base + group * 16)
     for j in range(size):
         first = read_i64(bases, j) + read_i64(groups, j) * 16

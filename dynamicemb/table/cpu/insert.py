@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, mix
+from dynamicemb.table.cpu.hashing import bytes_equal, mix
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u8, read_u64, write_i32, write_i64, write_u8
 from dynamicemb.table.cpu.probe import counts as table_counts
-from dynamicemb.table.cpu.probe import expired, index_view, next_group, probe
+from dynamicemb.table.cpu.probe import expired, home, home_bucket, index_view, next_group, probe
 from dynamicemb.table.cpu.score_function import rank_slots
 from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, Index
@@ -97,9 +97,7 @@ def _insert_kernel(view, batch, missing, outcome, victims, counts):
         while missing[m] >= read_i64(table_ranges, t + 1):
             t += 1
         table_of[m] = t
-        first = read_i64(view.bucket_offsets, t)
-        num_buckets = read_i64(view.bucket_offsets, t + 1) - first
-        owner[m] = (first + bucket_of(mix(read_i64(ids, missing[m])), num_buckets)) * parts // total
+        owner[m] = home_bucket(view, t, mix(read_i64(ids, missing[m]))) * parts // total
     for part in prange(parts):
         ranks = np.empty(view.bucket_capacity if view.score_function != 0 else 0, np.int64)
         if view.ttls != 0:
@@ -115,17 +113,6 @@ def _insert_kernel(view, batch, missing, outcome, victims, counts):
 
 
 @njit
-def _home(view, ids, i, t):
-    """Return id, digest, first slot of the bucket and start group of occurrence ``i`` of table ``t``."""
-    key = read_i64(ids, i)
-    h = mix(key)
-    first_bucket = read_i64(view.bucket_offsets, t)
-    num_buckets = read_i64(view.bucket_offsets, t + 1) - first_bucket
-    base = (first_bucket + bucket_of(h, num_buckets)) * view.bucket_capacity
-    return key, digest_of(h), base, group_of(h, view.bucket_capacity // 16)
-
-
-@njit
 def _first_score(view, frequencies, i, t):
     """Return the score of a new id."""
     if table_counts(view, t):
@@ -137,7 +124,8 @@ def _first_score(view, frequencies, i, t):
 def _revive(view, batch, i, t):
     """Give occurrence ``i`` of table ``t`` the slot in which its id expired; returns whether there was one."""
     ids, _, out, frequencies = batch
-    key, digest, base, group = _home(view, ids, i, t)
+    key = read_i64(ids, i)
+    base, group, digest = home(view, t, key)
     slot = probe(view, base, group, digest, key)
     if slot < 0 or not expired(view, t, slot):
         return False
@@ -150,7 +138,8 @@ def _revive(view, batch, i, t):
 def _place(view, batch, i, t, victim, ranks):
     """Give occurrence ``i`` of table ``t`` a slot, or fail; returns what happened. ``ranks`` is scratch memory."""
     ids, _, out, frequencies = batch
-    key, digest, base, group = _home(view, ids, i, t)
+    key = read_i64(ids, i)
+    base, group, digest = home(view, t, key)
     score = _first_score(view, frequencies, i, t)
     slot = probe(view, base, group, digest, key)
     if slot >= 0:

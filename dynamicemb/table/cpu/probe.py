@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from dynamicemb.table.cpu.hashing import bytes_equal, lowest_byte
+from dynamicemb.table.cpu.hashing import bucket_of, bytes_equal, digest_of, group_of, lowest_byte, mix
 from dynamicemb.table.cpu.memory import read_i32, read_i64, read_u64
 from dynamicemb.table.cpu.score_function import compile_score
 from dynamicemb.table.index import NOW, OLDEST, SEEN, STEP, Index, Residents
@@ -65,6 +65,21 @@ def index_view(index: Residents) -> IndexView:
         int(clock[SEEN]),
         0 if index.score_function is None else compile_score(index.score_function).address,
     )
+
+
+@njit
+def home_bucket(view, t, h):
+    """Return the bucket, counted from the index's first, of a mixed id of table ``t``."""
+    first = read_i64(view.bucket_offsets, t)
+    return first + bucket_of(h, read_i64(view.bucket_offsets, t + 1) - first)
+
+
+@njit
+def home(view, t, key):
+    """Return where ``probe`` looks for an id of table ``t``: first slot of its bucket, start group, digest."""
+    h = mix(key)
+    base = home_bucket(view, t, h) * view.bucket_capacity
+    return base, group_of(h, view.bucket_capacity // 16), digest_of(h)
 
 
 @njit

@@ -9,7 +9,7 @@ from dynamicemb.table.index import Index
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.constants import LEADERS_LENGTH, MISSING_LENGTH, WORK_LENGTH
 from dynamicemb.table.triton.counting import clamp_frequencies
-from dynamicemb.table.triton.hashing import bucket_of, mix
+from dynamicemb.table.triton.hashing import home_bucket, mix
 from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
 from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
@@ -105,9 +105,7 @@ def push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, str
     leading = leader.to(tl.int32)
     number = tl.sum(leading, 0)
     if number > 0:
-        first_bucket = tl.load(bucket_offsets_ptr + table)
-        num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
-        bucket = (first_bucket + bucket_of(h, num_buckets)).to(tl.int32)
+        bucket = home_bucket(bucket_offsets_ptr, table, h).to(tl.int32)
         k = tl.atomic_add(lengths_ptr + LEADERS_LENGTH, number, sem="relaxed") + tl.cumsum(leading, 0)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_IDS) + k, ids, mask=leader)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_TABLES) + k, table, mask=leader)

@@ -27,10 +27,10 @@ from dynamicemb.table.triton.constants import (
 )
 from dynamicemb.table.triton.counting import clamp_frequencies, count_by_table
 from dynamicemb.table.triton.hashing import (
-    bucket_of,
     bytes_equal,
     digest_of,
     group_of,
+    home_bucket,
     lowest_byte,
     mix,
     table_of,
@@ -195,10 +195,8 @@ def probe(keys_ptr, digests_ptr, base, group, digest, ids, pending, NUM_GROUPS: 
 @triton.jit
 def slots_of(keys_ptr, digests_ptr, bucket_offsets_ptr, ids, table, pending, BUCKET: tl.constexpr):
     """Return the slot of each id of each table, or -1; lanes that are not pending get -1."""
-    first_bucket = tl.load(bucket_offsets_ptr + table)
-    num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
     h = mix(ids)
-    base = (first_bucket + bucket_of(h, num_buckets)) * BUCKET
+    base = home_bucket(bucket_offsets_ptr, table, h) * BUCKET
     return probe(keys_ptr, digests_ptr, base, group_of(h, BUCKET // 16), digest_of(h), ids, pending, BUCKET // 16)
 
 

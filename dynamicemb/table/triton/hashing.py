@@ -22,6 +22,13 @@ def bucket_of(h, num_buckets):
 
 
 @triton.jit
+def home_bucket(bucket_offsets_ptr, table, h):
+    """Return the bucket (int64), counted from the index's first, of mixed ids of tables."""
+    first_bucket = tl.load(bucket_offsets_ptr + table)
+    return first_bucket + bucket_of(h, tl.load(bucket_offsets_ptr + table + 1) - first_bucket)
+
+
+@triton.jit
 def digest_of(h):
     """Return the digests (uint8, 2..255) of mixed ids."""
     h2 = h * 0x9E3779B97F4A7C15

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynamicemb.table.index import Residents
 from dynamicemb.table.triton.constants import LEADERS_LENGTH, WORK_LENGTH
-from dynamicemb.table.triton.hashing import bucket_of, mix, table_of
+from dynamicemb.table.triton.hashing import home_bucket, mix, table_of
 from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
 from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
@@ -81,10 +81,8 @@ def _order_keys_kernel(
     miss = row < -1
     leader = miss & (tl.load(claims_ptr + (-2 - row), mask=miss, other=-1) == i)
     table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
-    first_bucket = tl.load(bucket_offsets_ptr + table)
-    num_buckets = tl.load(bucket_offsets_ptr + table + 1) - first_bucket
     ids = tl.load(ids_ptr + i, mask=leader, other=0)
-    bucket = first_bucket + bucket_of(mix(ids), num_buckets)
+    bucket = home_bucket(bucket_offsets_ptr, table, mix(ids))
     tl.store(keys_ptr + i, tl.where(leader, (bucket & lists_mask).to(tl.int32), _LAST), mask=inside)
 
 
@@ -113,8 +111,7 @@ def _link_kernel(
         for t in range(1, num_tables):
             table += (position >= tl.load(table_ranges_ptr + t)).to(tl.int32)
         ids = tl.load(ids_ptr + position, mask=leader, other=0)
-        first_bucket = tl.load(bucket_offsets_ptr + table)
-        bucket = first_bucket + bucket_of(mix(ids), tl.load(bucket_offsets_ptr + table + 1) - first_bucket)
+        bucket = home_bucket(bucket_offsets_ptr, table, mix(ids))
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_IDS) + k, ids, mask=leader)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_TABLES) + k, table, mask=leader)
         tl.store(list_part(lists_ptr, num_lists, stride, LEADER_BUCKETS) + k, bucket.to(tl.int32), mask=leader)
