@@ -24,6 +24,7 @@ from dynamicemb.checkpoint.tables import Table, check_routing_known, describe, t
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.table.importing.rows import RowImport, adopt_clock, adopt_updates, clear
+from dynamicemb.table.index import UPDATES
 from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.warn import warn
 
@@ -202,7 +203,25 @@ def _updates(plans: list[TablePlan], step: int | None, ranks: Ranks) -> dict[int
                 "after a restart"
             )
         result[i] = int(steps)
+    if ranks.rank == 0:
+        _warn_of_others(plans, result)
     return result
+
+
+def _warn_of_others(plans: list[TablePlan], updates: dict[int, int]) -> None:
+    """Warn where tables that are not imported get another step count, which their group shares."""
+    groups = {id(plans[i].table.group): plans[i].table for i in updates}
+    for key, table in groups.items():
+        steps = max(steps for i, steps in updates.items() if id(plans[i].table.group) == key)
+        imported = {plan.table.name for plan in plans if id(plan.table.group) == key}
+        others = [f"{table.folder}/{name}" for name in table.group.names if name not in imported]
+        before = int(table.group.index.clock[UPDATES])
+        if others and before not in (0, steps):
+            warn(
+                f"step={steps}: {listed(others)} share their step count with table {table}; that count goes from "
+                f"{before} to {steps}, and so does the bias correction of ADAM. Import all tables of a collection "
+                "in one call, before the first step"
+            )
 
 
 def _counts_steps(plan: TablePlan) -> bool:
