@@ -1,8 +1,10 @@
 """What an import of static tables must not trip over, lose or leave unsaid."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,3 +71,27 @@ def test_a_step_count_that_changes_for_other_tables_is_a_warning() -> None:
 def test_a_table_without_rows_is_refused_as_such() -> None:
     with pytest.raises(ValueError, match=r"embeddings.t.weight has no rows; leave table model/t out of table_names"):
         import_static(module(), {KEY: torch.zeros(0, DIM)})
+
+
+def test_modules_named_state_are_told_apart() -> None:
+    a, b = module(), module()
+    for model, first, second in (
+        (torch.nn.ModuleDict({"state": torch.nn.ModuleDict({"a": a, "b": b})}), "state.a", "state.b"),
+        (torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"state": a}), "b": torch.nn.ModuleDict({"state": b})}),
+         "a.state", "b.state"),
+        (torch.nn.ModuleDict({"state": torch.nn.ModuleDict({"a": a}), "a": b}), "state.a", "a"),
+    ):  # fmt: skip
+        checkpoint = {f"{first}.{KEY}": rows_of(20), f"{second}.{KEY}": rows_of(20, salt=1)}
+        report = import_static(model, checkpoint)
+        assert report[f"model.{first}"]["t"].source == f"{first}.{KEY}"
+        assert report[f"model.{second}"]["t"].source == f"{second}.{KEY}"
+
+
+def test_messages_say_what_to_pass_instead(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"checkpoint must be .* got the module Linear; pass its state_dict\(\)"):
+        import_static(module(), torch.nn.Linear(1, 1))
+    for ids in ([5, 6, 7], [5, 6], np.arange(3)):
+        with pytest.raises(TypeError, match=r"id_maps\['t'\] .* torch.as_tensor"):
+            import_static(module(), {KEY: rows_of(3)}, id_maps={"t": ids})
+    with pytest.raises(ValueError, match=r"^optimizer: .* has no file '.metadata'"):
+        import_static(module("exact_adagrad"), {KEY: rows_of(3)}, tmp_path)
