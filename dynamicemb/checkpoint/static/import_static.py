@@ -102,7 +102,8 @@ def import_static(
     entries = ranks.each(lambda: open_entries(checkpoint, "checkpoint"))
     of_optimizer = ranks.each(lambda: _open_optimizer(optimizer, entries))
     matches = _matched(tables, entries, of_optimizer, named, ranks)
-    ranks.each(lambda: _check_missing(tables, matches, table_names, entries, ranks))
+    static = listed({key for of_rank in ranks.gather([*filter(weights_of, entries.by_key)]) for key in of_rank})
+    ranks.each(lambda: _check_missing(tables, matches, table_names, static, ranks))
     maps = ranks.each(lambda: given_ids(id_maps, [match.table for match in matches]))
     if len({tuple(sorted(map(str, of_rank))) for of_rank in ranks.gather([str(table) for table in maps])}) > 1:
         raise ValueError("id_maps: the ranks name different tables; all must give the same")
@@ -166,13 +167,12 @@ def _check_missing(
     tables: list[Table],
     matches: list[Match],
     table_names: Mapping[str, Iterable[str]] | None,
-    entries: Entries,
+    static: str,
     ranks: Ranks,
 ) -> None:
-    """Refuse, or warn, where the checkpoint has no static table for a dynamic one."""
+    """Refuse, or warn, where no rank has a static table for a dynamic one; ``static`` lists those that any rank has."""
     there = {(match.table.folder, match.table.name) for match in matches}
     missing = [table for table in tables if (table.folder, table.name) not in there]
-    static = listed(key for key in entries.by_key if weights_of(key))
     asked = [table for table in missing if table.name in list((table_names or {}).get(table.folder, []))]
     if asked or not matches:
         raise ValueError(
