@@ -61,7 +61,7 @@ def test_unsigned_ids_keep_their_bits() -> None:
             "id -1 is there more than once, as are 0 others",
         ),
         (IDS.float(), TypeError, "ids must be int64"),
-        (IDS.tolist(), ValueError, "must be ids or a pair"),
+        (IDS.tolist(), TypeError, r"is a list of numbers; pass torch.as_tensor"),
         (IDS.numpy(), TypeError, "must be made of tensors"),
         ((torch.tensor([1, 1]), torch.tensor([5, 6])), ValueError, "row 1 is there more than once"),
         ((torch.tensor([1, 2]), torch.tensor([5, 5])), ValueError, "id 5 is there more than once"),

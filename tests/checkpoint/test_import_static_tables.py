@@ -297,7 +297,7 @@ def test_tables_without_a_static_one() -> None:
         (torch.zeros(20, DIM + 1), f"has dim {DIM}, embeddings.t.weight of the checkpoint the size .* embedding_dim=5"),
         (torch.zeros(20, DIM, dtype=torch.uint8), "has the dtype torch.uint8"),
         (torch.zeros(20 * DIM), "has dim"),
-        (torch.zeros(0, DIM), "has dim"),
+        (torch.zeros(0, DIM), "has no rows"),
         (torch.zeros(20, DIM, device="meta"), "must be a dense tensor with data"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dynamicemb.checkpoint.static.keys import flattened
+from dynamicemb.checkpoint.static.keys import flattened, raw_ids_of, state_of, weights_of
 
 # Reads rows begin to end, as the whole tensor counts them.
 Reader: TypeAlias = Callable[[int, int], torch.Tensor]
@@ -79,7 +79,9 @@ class Entries:
 
 
 def entries_of_mapping(values: Mapping[Any, Any]) -> Entries:
-    """Return the tensors of a state_dict, also of one inside others; nothing is copied.
+    """Return the tensors of tables in a state_dict, also of one inside others; nothing is copied.
+
+    Whatever else it holds is not looked at, so that a sparse tensor or a large number elsewhere does no harm.
 
     Raises:
         ValueError: a tensor is not laid out in a way that can be read.
@@ -88,6 +90,8 @@ def entries_of_mapping(values: Mapping[Any, Any]) -> Entries:
     for key, value in flattened(values):
         if isinstance(value, Mapping):
             stateless.append(key)
+        if not (weights_of(key) or state_of(key) or raw_ids_of(key)):
+            continue
         entry = _entry(value, key)
         if entry is not None:
             by_key[key] = entry

@@ -93,8 +93,12 @@ class StoredPiece:
         return torch.frombuffer(data, dtype=dtype).reshape(end - begin, *width)
 
 
-def entries_of_folder(path: str) -> Entries:
+def entries_of_folder(path: str, argument: str = "checkpoint") -> Entries:
     """Return the tensors of a folder.
+
+    Args:
+        path: of the folder.
+        argument: which has the path, for messages.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -104,7 +108,7 @@ def entries_of_folder(path: str) -> Entries:
     folder = Path(path)
     if not (folder / _METADATA).exists():
         raise ValueError(
-            f"checkpoint: {path!r} has no file {_METADATA!r}, so torch.distributed.checkpoint did not write it, or not "
+            f"{argument}: {path!r} has no file {_METADATA!r}, so torch.distributed.checkpoint did not write it, or not "
             "to its end; a dump of DynamicEmbDump is for DynamicEmbLoad"
         )
     try:

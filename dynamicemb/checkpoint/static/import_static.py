@@ -25,6 +25,7 @@ from dynamicemb.checkpoint.tables import Table, tables_of_model
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizer import OptimizerKind
 from dynamicemb.table.importing.rows import RowImport, adopt_clock, adopt_updates, clear
+from dynamicemb.table.index import UPDATES
 from dynamicemb.table.scores import MAX_SCORE
 from dynamicemb.warn import warn
 
@@ -102,7 +103,8 @@ def import_static(
     entries = ranks.each(lambda: open_entries(checkpoint, "checkpoint"))
     of_optimizer = ranks.each(lambda: _open_optimizer(optimizer, entries))
     matches = _matched(tables, entries, of_optimizer, named, ranks)
-    ranks.each(lambda: _check_missing(tables, matches, table_names, entries, ranks))
+    static = listed({key for of_rank in ranks.gather([*filter(weights_of, entries.by_key)]) for key in of_rank})
+    ranks.each(lambda: _check_missing(tables, matches, table_names, static, ranks))
     maps = ranks.each(lambda: given_ids(id_maps, [match.table for match in matches]))
     if len({tuple(sorted(map(str, of_rank))) for of_rank in ranks.gather([str(table) for table in maps])}) > 1:
         raise ValueError("id_maps: the ranks name different tables; all must give the same")
@@ -167,13 +169,12 @@ def _check_missing(
     tables: list[Table],
     matches: list[Match],
     table_names: Mapping[str, Iterable[str]] | None,
-    entries: Entries,
+    static: str,
     ranks: Ranks,
 ) -> None:
-    """Refuse, or warn, where the checkpoint has no static table for a dynamic one."""
+    """Refuse, or warn, where no rank has a static table for a dynamic one; ``static`` lists those that any rank has."""
     there = {(match.table.folder, match.table.name) for match in matches}
     missing = [table for table in tables if (table.folder, table.name) not in there]
-    static = listed(key for key in entries.by_key if weights_of(key))
     asked = [table for table in missing if table.name in list((table_names or {}).get(table.folder, []))]
     if asked or not matches:
         raise ValueError(
@@ -204,7 +205,25 @@ def _updates(plans: list[TablePlan], step: int | None, ranks: Ranks) -> dict[int
                 "after a restart"
             )
         result[i] = int(steps)
+    if ranks.rank == 0:
+        _warn_of_others(plans, result)
     return result
+
+
+def _warn_of_others(plans: list[TablePlan], updates: dict[int, int]) -> None:
+    """Warn where tables that are not imported get another step count, which their group shares."""
+    groups = {id(plans[i].table.group): plans[i].table for i in updates}
+    for key, table in groups.items():
+        steps = max(steps for i, steps in updates.items() if id(plans[i].table.group) == key)
+        imported = {plan.table.name for plan in plans if id(plan.table.group) == key}
+        others = [f"{table.folder}/{name}" for name in table.group.names if name not in imported]
+        before = int(table.group.index.clock[UPDATES])
+        if others and before not in (0, steps):
+            warn(
+                f"step={steps}: {listed(others)} share their step count with table {table}; that count goes from "
+                f"{before} to {steps}, and so does the bias correction of ADAM. Import all tables of a collection "
+                "in one call, before the first step"
+            )
 
 
 def _counts_steps(plan: TablePlan) -> bool:

@@ -60,10 +60,16 @@ def weights_of(text: str) -> Key | None:
     return None if match is None else _key(match, text)
 
 
+def stateless_of(text: str) -> Key | None:
+    """Return the key if it names, among the keys of an optimizer, weights without state."""
+    match = _WEIGHTS.fullmatch(text)
+    return None if match is None else _key(match, text, of_optimizer=True)
+
+
 def state_of(text: str) -> Key | None:
     """Return the key if it names optimizer state of a table."""
     match = _STATE.fullmatch(text)
-    return None if match is None else _key(match, text)
+    return None if match is None else _key(match, text, of_optimizer=True)
 
 
 def raw_ids_of(text: str) -> Key | None:
@@ -77,9 +83,9 @@ def without_wrappers(path: list[str]) -> tuple[str, ...]:
     return tuple(part for part in path if part not in _WRAPPERS)
 
 
-def _key(match: re.Match[str], text: str) -> Key:
+def _key(match: re.Match[str], text: str, of_optimizer: bool = False) -> Key:
     parts = match["path"].split(".") if match["path"] else []
-    if "state" in parts:
+    if of_optimizer and "state" in parts:
         # Before it is where the optimizer is, behind it where its parameters are.
         parts = parts[len(parts) - parts[::-1].index("state") :]
     path = without_wrappers(parts)

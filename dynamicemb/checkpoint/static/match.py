@@ -10,6 +10,7 @@ from dynamicemb.checkpoint.static.keys import (
     listed,
     raw_ids_of,
     state_of,
+    stateless_of,
     weights_of,
     without_wrappers,
 )
@@ -78,7 +79,7 @@ def match_tables(
     texts = list(keys)
     weights = [key for text in texts if (key := weights_of(text)) is not None]
     raw_ids = [key for text in texts if (key := raw_ids_of(text)) is not None]
-    states = [key for text in optimizer_keys if (key := state_of(text) or weights_of(text)) is not None]
+    states = [key for text in optimizer_keys if (key := state_of(text) or stateless_of(text)) is not None]
     prefixes = _common_prefixes([table for table in tables if (table.folder, table.name) not in named], weights)
     matches = []
     for table in tables:

@@ -47,12 +47,14 @@ class Matrix:
         num_columns: C.
         boxes: of each rank.
         parts: what this rank can read; its boxes are made of them.
+        name: its key in the checkpoint, for messages.
     """
 
     num_rows: int
     num_columns: int
     boxes: list[list[Box]]
     parts: list[Part]
+    name: str = ""
 
     def read(self, box: Box, begin: int, end: int) -> torch.Tensor:
         """Return rows of a box of this rank, ``[end - begin, columns of the box]``, in the dtype of the checkpoint."""
@@ -122,7 +124,7 @@ def matrix_of(entry: Entry | None, described: list[Described | None], num_rows: 
     else:
         boxes = _once(boxes)
         _check_cover([box for of_rank in boxes for box in of_rank], num_rows, num_columns, name)
-    return Matrix(num_rows, num_columns, boxes, parts)
+    return Matrix(num_rows, num_columns, boxes, parts, name)
 
 
 def column_blocks(described: Iterable[Described | None]) -> list[tuple[int, int]]:

@@ -216,7 +216,9 @@ def _check_weights(table: Table, key: str, described: list[Described | None]) ->
             f"checkpoint: {key} has the dtype {dtype}; weights must be one of {', '.join(map(str, _FLOATS))}. "
             "Dequantise the table first"
         )
-    if len(size) != 2 or not size[0] or size[1] != table.dim:
+    if len(size) == 2 and not size[0]:
+        raise ValueError(f"checkpoint: {key} has no rows; leave table {table} out of table_names")
+    if len(size) != 2 or size[1] != table.dim:
         raise ValueError(
             f"table {table} has dim {table.dim}, {key} of the checkpoint the size {list(size)}; make the table with "
             f"embedding_dim={size[-1] if size else 0}"

@@ -95,6 +95,8 @@ def row_ids_of_map(value: Any, num_rows: int, name: str) -> RowIds:
         TypeError: a wrong dtype.
         ValueError: a wrong shape, a row outside of the table, or an id or row that is there twice.
     """
+    if isinstance(value, list) and not any(isinstance(part, torch.Tensor) for part in value):
+        raise TypeError(f"id_maps[{name!r}] is a list of numbers; pass torch.as_tensor(ids)")
     pair = tuple(value) if isinstance(value, tuple | list) else None
     if pair is None:
         ids = _integers(value, f"id_maps[{name!r}]")
@@ -171,7 +173,9 @@ def row_ids_of_collisions(keys: Mapping[str, Any], num_rows: int, read: Callable
 
 def _integers(value: Any, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be made of tensors of int64, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be made of tensors of int64, got {type(value).__name__}; pass torch.as_tensor(ids)"
+        )
     try:
         return as_int64(value.detach()).cpu()
     except TypeError as error:

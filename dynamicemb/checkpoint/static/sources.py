@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dynamicemb.checkpoint.static.entries import Entries, entries_of_mapping
 from dynamicemb.checkpoint.static.folder import entries_of_folder
@@ -25,6 +26,10 @@ def open_entries(source: Any, argument: str) -> Entries:
     """
     if isinstance(source, Mapping):
         return entries_of_mapping(source)
+    if isinstance(source, nn.Module):
+        raise TypeError(
+            f"{argument} must be a state_dict or a path, got the module {type(source).__name__}; pass its state_dict()"
+        )
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"{argument} must be a state_dict or a path, got {type(source).__name__}")
     path = os.fspath(source)
@@ -37,7 +42,7 @@ def open_entries(source: Any, argument: str) -> Entries:
         )
     if not os.path.exists(path):
         raise FileNotFoundError(f"{argument}: there is nothing at {path!r}")
-    return entries_of_folder(path) if Path(path).is_dir() else _entries_of_file(path, argument)
+    return entries_of_folder(path, argument) if Path(path).is_dir() else _entries_of_file(path, argument)
 
 
 def _entries_of_file(path: str, argument: str) -> Entries:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.static.matrix import Box, Matrix, lane
 from dynamicemb.checkpoint.static.row_ids import RowIds
+from dynamicemb.errors import DynamicEmbError
 
 # Rows and bytes of a block over all ranks.
 _BLOCK_ROWS = 2**16
@@ -97,9 +98,31 @@ class Stream:
         return found
 
     def read(self, block: Block) -> list[torch.Tensor]:
-        """Return what this rank reads for a block, f32, in the order of its cuts."""
-        cuts = self._cuts(block, self._ranks.rank)
-        return [self._matrices[cut.matrix].read(cut.box, cut.begin, cut.end).float() for cut in cuts]
+        """Return what this rank reads for a block, f32, in the order of its cuts.
+
+        Raises:
+            DynamicEmbError: a number is too large for float32.
+        """
+        return [self._float32(cut) for cut in self._cuts(block, self._ranks.rank)]
+
+    def _float32(self, cut: _Cut) -> torch.Tensor:
+        matrix = self._matrices[cut.matrix]
+        values = matrix.read(cut.box, cut.begin, cut.end)
+        narrow = values.float()
+        if values.dtype is not torch.float64:
+            return narrow
+        rows = torch.arange(cut.begin, cut.end)
+        _, has = self._row_ids.of(rows)
+        too_large = (torch.isinf(narrow) & ~torch.isinf(values)).any(1)
+        # A row that is not imported may hold anything.
+        rows = rows[too_large if has is None else too_large & has]
+        if rows.numel():
+            raise DynamicEmbError(
+                f"checkpoint: {matrix.name}: {rows.numel()} rows, row {int(rows[0])} the first, have numbers beyond "
+                "the range of torch.float32, in which tables compute; the table is empty. Clamp them in the "
+                "checkpoint, or leave the rows out with id_maps"
+            )
+        return narrow
 
     def exchange(self, block: Block, values: list[torch.Tensor]) -> Received:
         """Send what was read to its owners; a collective.
