@@ -380,7 +380,7 @@ def test_c22_a_manifest_that_contradicts_itself_is_refused(
         lambda m: m.pop("clock"),
         lambda m: m.update(surplus=1),
         lambda m: m.update(clock="1"),
-        lambda m: m.update(world_size=2),
+        lambda m: m.update(world_size=0),
         lambda m: m.update(kind="increment"),
         lambda m: m["files"].pop("model/a_emb_keys.rank_0.world_size_1"),
         lambda m: m["files"].update({"model/x": {"size": 0, "crc32": 0}}),

@@ -100,7 +100,7 @@ def test_the_report_says_what_the_facts_say(shell: Shell, tmp_path: Path) -> Non
         f"id {'5' * 32}",
         "written 2023-11-14 22:13:20 UTC",
         "ranks 2",
-        "format 1, by dynamicemb 0.1.0",
+        "format 2, by dynamicemb 0.1.0",
         "table t",
         "dim 3, float32",
         "optimizer sgd: lr 0.5",
