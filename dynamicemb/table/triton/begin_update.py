@@ -14,7 +14,7 @@ from dynamicemb.table.triton.constants import UPDATES
 from dynamicemb.table.triton.launch import carve, cdiv, launch
 from dynamicemb.table.triton.pool import bag_table_and_place
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
-from dynamicemb.table.triton.segments import PIECE, most_long_segments, pack
+from dynamicemb.table.triton.segments import FEW_UNITS, LONG_SEGMENTS, MANY_UNITS, PIECE, most_long_segments, pack
 
 # Occurrences of a batch that are sorted by comparing each with all others: one kernel in the place of torch's sort,
 # whose launches alone take the host 50 us and more.
@@ -166,13 +166,13 @@ def _begin_kernel(
 ):
     if tl.program_id(0) == 0:
         tl.store(clock_ptr + UPDATES, tl.load(clock_ptr + UPDATES) + 1)
-        tl.store(counts_ptr, 0)
+        tl.store(counts_ptr + FEW_UNITS, 0)
         if RANKED:
-            tl.store(counts_ptr + 1, num)
-            tl.store(counts_ptr + 2, num // _PIECE)
+            tl.store(counts_ptr + MANY_UNITS, num)
+            tl.store(counts_ptr + LONG_SEGMENTS, num // _PIECE)
         else:
-            tl.store(counts_ptr + 1, 0)
-            tl.store(counts_ptr + 2, 0)
+            tl.store(counts_ptr + MANY_UNITS, 0)
+            tl.store(counts_ptr + LONG_SEGMENTS, 0)
     # An empty batch may have no bags.
     if BAGS.pooled & (tl.program_id(0) * BLOCK < num):
         _locate(

@@ -19,6 +19,11 @@ FEW = 4
 _BLOCK = 512
 _WARPS = 4
 
+# Entries of ``Groups.counts``.
+FEW_UNITS = tl.constexpr(0)
+MANY_UNITS = tl.constexpr(1)
+LONG_SEGMENTS = tl.constexpr(2)
+
 # A unit packs into an int64: begin, count, table, whether it begins a segment, and whether it is a whole one.
 _COUNT_SHIFT = tl.constexpr(31)
 _TABLE_SHIFT = tl.constexpr(39)
@@ -38,7 +43,8 @@ class Groups:
 
     Attributes:
         order: i64 ``[N]``, occurrences by ascending row, in their order within a row; those without a row come first.
-        counts: i32 ``[3]``: whole segments of at most FEW occurrences, other units, segments longer than PIECE.
+        counts: i32 ``[3]``: whole segments of at most FEW occurrences, other units, segments longer than PIECE; named
+            FEW_UNITS, MANY_UNITS and LONG_SEGMENTS.
         words: i64 ``[3 N + 3 most_long]``, six lists in one allocation, as views cost the host more than memory:
 
             units ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one. Segments
@@ -202,8 +208,8 @@ def _group_kernel(
     word = pack(p, tl.minimum(end - p, PIECE), table, head, whole)
     few = (unit & (length <= FEW)).to(tl.int32)
     many = (unit & (length > FEW)).to(tl.int32)
-    front = tl.atomic_add(counts_ptr, tl.sum(few, 0), sem="relaxed") + tl.cumsum(few, 0) - 1
-    back = num - tl.atomic_add(counts_ptr + 1, tl.sum(many, 0), sem="relaxed") - tl.cumsum(many, 0)
+    front = tl.atomic_add(counts_ptr + FEW_UNITS, tl.sum(few, 0), sem="relaxed") + tl.cumsum(few, 0) - 1
+    back = num - tl.atomic_add(counts_ptr + MANY_UNITS, tl.sum(many, 0), sem="relaxed") - tl.cumsum(many, 0)
     place = tl.where(few > 0, front, back)
     lists = words_ptr + place
     tl.store(lists, word, mask=unit)
@@ -213,7 +219,7 @@ def _group_kernel(
     flags = is_long.to(tl.int32)
     num_long = tl.sum(flags, 0)
     if num_long > 0:
-        place = tl.atomic_add(counts_ptr + 2, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
+        place = tl.atomic_add(counts_ptr + LONG_SEGMENTS, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
         lists = words_ptr + 3 * num.to(tl.int64) + place
         tl.store(lists, word, mask=is_long)
         tl.store(lists + most_long, address, mask=is_long)

@@ -13,7 +13,17 @@ from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_upd
 from dynamicemb.table.triton.launch import launch, persistent_grid
 from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, row_shape, stream_float
 from dynamicemb.table.triton.rules import Rule, close_rows, open_rows, step_constants
-from dynamicemb.table.triton.segments import FEW, PIECE, Groups, group_by_row, most_long_segments, unpack
+from dynamicemb.table.triton.segments import (
+    FEW,
+    FEW_UNITS,
+    LONG_SEGMENTS,
+    MANY_UNITS,
+    PIECE,
+    Groups,
+    group_by_row,
+    most_long_segments,
+    unpack,
+)
 
 _FEW = tl.constexpr(FEW)
 _PIECE = tl.constexpr(PIECE)
@@ -174,7 +184,7 @@ def _update_many(
 ):  # fmt: skip
     """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, num = lists
-    num_many = tl.load(counts_ptr + 1)
+    num_many = tl.load(counts_ptr + MANY_UNITS)
     one = tl.arange(0, 1)
     BLOCK_DIM: tl.constexpr = ROW.block_dim
     u = tl.program_id(0)
@@ -216,7 +226,7 @@ def _update_few(
 ):  # fmt: skip
     """Work on whole segments of few occurrences: ROWS side by side, first the first occurrence of each."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr = lists[:5]
-    num_few = tl.load(counts_ptr)
+    num_few = tl.load(counts_ptr + FEW_UNITS)
     first = tl.program_id(0) * ROWS
     while first < num_few:
         u = first + tl.arange(0, ROWS)
@@ -301,7 +311,7 @@ def _combine_kernel(
     column = tl.arange(0, ROW.block_dim)[None, :]
     one = tl.arange(0, 1)
     valid = one < 1
-    num_long = tl.load(counts_ptr + 2)
+    num_long = tl.load(counts_ptr + LONG_SEGMENTS)
     long_ptr = words_ptr + 3 * num.to(tl.int64)
     q = tl.program_id(0)
     while q < num_long:
