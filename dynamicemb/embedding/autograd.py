@@ -9,11 +9,11 @@ from torch.autograd.function import once_differentiable
 
 from dynamicemb.embedding.phases import phase
 from dynamicemb.embedding.step import Placed, Reading, present, read, train
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_MEAN
-from dynamicemb.table.lookup import Lookup
-from dynamicemb.table.staging import Staged
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.lookup import Lookup
+from dynamicemb.table.stepping.staging import Staged
 
 # Stands in the place of ids, which autograd keeps.
 _SAVED = torch.empty(0, dtype=torch.int64)

@@ -19,13 +19,13 @@ from dynamicemb.embedding.checks import InsertChecks
 from dynamicemb.embedding.inputs import Batch
 from dynamicemb.embedding.optimizer_settings import OptimizerSettings
 from dynamicemb.embedding.phases import phase
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
-from dynamicemb.table.lookup import Lookup, rows_without
-from dynamicemb.table.results import OpenBatch
-from dynamicemb.table.staging import Staged
-from dynamicemb.table.steps import Step
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.lookup import Lookup, rows_without
+from dynamicemb.table.stepping.results import OpenBatch
+from dynamicemb.table.stepping.staging import Staged
+from dynamicemb.table.stepping.tracker import Step
 
 
 class OptimizerOwner(Protocol):

@@ -17,8 +17,8 @@ from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.scores import SCORE_LFU
-from dynamicemb.table.staging import Stage
 from dynamicemb.table.stats import size_of
+from dynamicemb.table.stepping.staging import Stage
 
 # How the ids of a lookup that have no row are judged.
 ADMIT_BY_COUNT = 0

@@ -8,12 +8,12 @@ import torch
 
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.admission import Newcomers
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import Index, Residents, Touches
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.results import InsertEvents, OpenBatch
 
 Tensor = torch.Tensor
 

@@ -13,10 +13,10 @@ from dynamicemb.table.growing.growth import Growth
 from dynamicemb.table.growing.relocation import rebuild
 from dynamicemb.table.index import EXPIRED, NOW, SEEN, Index
 from dynamicemb.table.layout import DIGEST_ERASED
-from dynamicemb.table.results import InsertEvents
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.scores import MAX_SCORE, SCORE_COMPOUND, SCORE_CUSTOMIZED, SCORE_LFU, SCORE_STEP
-from dynamicemb.table.steps import Step, StepTracker
+from dynamicemb.table.stepping.results import InsertEvents
+from dynamicemb.table.stepping.tracker import Step, StepTracker
 from dynamicemb.table.turns import Turns
 
 # Erased slots lengthen probes; a table is rebuilt when they exceed this share.

@@ -11,7 +11,6 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.admission import Admission, Newcomers, describe_counter, will_be_rejected
 from dynamicemb.table.backends import kernels_for
 from dynamicemb.table.contents import GroupContents, GroupOptions
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.growing.crowding import roomy_factor
 from dynamicemb.table.growing.growth import Growable, Growth, GrowthLimits, grow_by, make_room
 from dynamicemb.table.growing.plan import InsertPlan, plan_inserts, taken_slots
@@ -19,12 +18,13 @@ from dynamicemb.table.index import DROPPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.lookup import Lookup, rows_without
-from dynamicemb.table.results import InsertEvents, OpenBatch
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.stats import TallyReader, bucket_loads, describe, size_of
-from dynamicemb.table.steps import Step, StepTracker
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.lookup import Lookup, rows_without
+from dynamicemb.table.stepping.results import InsertEvents, OpenBatch
+from dynamicemb.table.stepping.tracker import Step, StepTracker
 from dynamicemb.table.touched import Mark
 from dynamicemb.table.turns import Turns
 

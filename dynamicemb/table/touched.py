@@ -7,7 +7,7 @@ import torch
 
 from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import FIRST_DIGEST
-from dynamicemb.table.steps import StepTracker
+from dynamicemb.table.stepping.tracker import StepTracker
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dynamicemb import (
 from dynamicemb.table.cpu.philox import philox4x32_reference
 from dynamicemb.table.growing.plan import InsertPlan
 from dynamicemb.table.initializers import table_key
-from dynamicemb.table.staging import Stage
+from dynamicemb.table.stepping.staging import Stage
 from dynamicemb.table.triton.rows import row_shape
 from tests.support.admitting import admitting, by_chance, device, first_values, holds, lengths_of, module_on  # noqa: F401
 from tests.support.lookups import (
@@ -463,7 +463,7 @@ def test_c20_the_counter_is_in_the_memory_usage(backend: str) -> None:
 
 
 def test_c12_tags_of_a_counter_are_rebased(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamicemb.table.steps.REBASE_AT", 3)
+    monkeypatch.setattr("dynamicemb.table.stepping.tracker.REBASE_AT", 3)
     module = module_on(backend, admitting(9, counter=16))
     for ids in ([], [], range(16)):
         module(*bag_per_id(ids or [0])).sum().backward()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dynamicemb.errors import UnsupportedOptionError
-from dynamicemb.table.lookup import rows_without
+from dynamicemb.table.stepping.lookup import rows_without
 from tests.support.admitting import module_on
 from tests.support.lookups import OPTIMIZERS, batch, contents, make_module, options
 from tests.support.ranks import RankPool, ranks  # noqa: F401

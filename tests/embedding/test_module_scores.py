@@ -10,7 +10,7 @@ import torch
 from dynamicemb import DynamicEmbScoreStrategy as Score
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.table.index import STEP
-from dynamicemb.table.steps import REBASE_AT
+from dynamicemb.table.stepping.tracker import REBASE_AT
 from tests.support.lookups import (
     EXTREME,
     OPTIMIZERS,

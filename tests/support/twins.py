@@ -12,8 +12,8 @@ from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.index import NOW, SEEN, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.invariants import check_invariants
-from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowFormat, RowStore
+from dynamicemb.table.stepping.results import InsertResult
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import CLOCK_SIZE, UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_SUM
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.lookup import Lookup
 from tests.support.row_cases import weights_of
 from tests.support.tables import kernels_of
 from tests.table.test_triton_rows import copy_store, make_lookup, make_store

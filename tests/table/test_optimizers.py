@@ -7,9 +7,9 @@ import torch
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table.cpu.rules import round_bf16, round_f16
 from dynamicemb.table.cpu.update import update
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.lookup import Lookup
 from tests.support.row_cases import clock_at, make_batch, make_store, row_gradients, state_of, table_bytes, weights_of
 
 KINDS = list(OptimizerKind)

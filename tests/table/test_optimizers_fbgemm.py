@@ -6,9 +6,9 @@ import torch
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table.cpu.pool import pool, pool_weights_grad
 from dynamicemb.table.cpu.update import update
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_SUM
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.stepping.gradients import Gradients
+from dynamicemb.table.stepping.lookup import Lookup
 from tests.support.row_cases import clock_at, make_batch, make_store, state_of, weights_of
 
 pytest.importorskip("fbgemm_gpu")

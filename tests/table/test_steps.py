@@ -5,7 +5,7 @@ import copy
 import torch
 
 from dynamicemb.table.index import OLDEST, STEP
-from dynamicemb.table.steps import REBASE_AT, StepTracker
+from dynamicemb.table.stepping.tracker import REBASE_AT, StepTracker
 from tests.support.tables import make_group, ranges
 
 

@@ -11,9 +11,9 @@ from dynamicemb.table.growing.relocation import rebuild
 from dynamicemb.table.index import CLAMPED, Index
 from dynamicemb.table.initializers import InitializerTable
 from dynamicemb.table.layout import DIGEST_ERASED, POOLING_MEAN, POOLING_NONE, POOLING_SUM, FeatureLayout
-from dynamicemb.table.lookup import Lookup
 from dynamicemb.table.rows import RowFormat, RowStore
 from dynamicemb.table.scores import SCORE_STEP
+from dynamicemb.table.stepping.lookup import Lookup
 from dynamicemb.types import DynamicEmbInitializerArgs, DynamicEmbInitializerMode
 from tests.conftest import HAS_CUDA
 from tests.support.row_cases import state_of, weights_of

@@ -9,9 +9,9 @@ import torch
 from dynamicemb.optimizer import OptimizerKind, OptimizerSpec
 from dynamicemb.table import cpu
 from dynamicemb.table.cpu.segments import group_by_row
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.index import CLOCK_SIZE, UPDATES
 from dynamicemb.table.layout import POOLING_MEAN, POOLING_NONE, POOLING_SUM
+from dynamicemb.table.stepping.gradients import Gradients
 from tests.conftest import HAS_CUDA
 from tests.support.row_cases import state_of, weights_of
 from tests.table.test_triton_rows import DIMS, DTYPES, copy_store, make_lookup, make_store, to_device

@@ -28,7 +28,7 @@ from dynamicemb.table.cpu.probe import home, index_view, probe
 from dynamicemb.table.cpu.transfer import read_rows, write_rows
 from dynamicemb.table.index import ERASED, NON_ADMITTED, STEP, Index
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.staging import Stage, Staged
+from dynamicemb.table.stepping.staging import Stage, Staged
 
 _CHANCE_WORD = np.uint32(CHANCE_WORD)
 

@@ -12,9 +12,9 @@ from dynamicemb.table.cpu.find import find
 from dynamicemb.table.cpu.initialize import initialize
 from dynamicemb.table.cpu.insert import insert
 from dynamicemb.table.index import Index
-from dynamicemb.table.results import InsertResult
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.staging import Staged
+from dynamicemb.table.stepping.results import InsertResult
+from dynamicemb.table.stepping.staging import Staged
 
 
 @dataclass(frozen=True)

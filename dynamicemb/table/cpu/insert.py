@@ -11,7 +11,7 @@ from dynamicemb.table.cpu.probe import expired, home, home_bucket, index_view, n
 from dynamicemb.table.cpu.score_function import rank_slots
 from dynamicemb.table.cpu.threads import launcher, num_threads
 from dynamicemb.table.index import EVICTED, EXPIRED, FAILED, INSERTED, Index
-from dynamicemb.table.results import (
+from dynamicemb.table.stepping.results import (
     EVICTED_OUTCOME,
     EXPIRED_OUTCOME,
     FAILED_OUTCOME,

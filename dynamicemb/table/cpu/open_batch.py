@@ -5,7 +5,7 @@ import torch
 from dynamicemb.table.cpu.advance import advance
 from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import FeatureLayout
-from dynamicemb.table.results import OpenBatch
+from dynamicemb.table.stepping.results import OpenBatch
 
 
 def open_batch(

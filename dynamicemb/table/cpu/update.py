@@ -26,9 +26,9 @@ from dynamicemb.table.cpu.vectors import (
     store_scaled,
     store_view,
 )
-from dynamicemb.table.gradients import Bags, Gradients
 from dynamicemb.table.index import UPDATES
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.stepping.gradients import Bags, Gradients
 
 _AHEAD = 8
 

@@ -16,7 +16,7 @@ from dynamicemb.table.index import EVICTED, FAILED, Index
 from dynamicemb.table.memory import is_out_of_memory
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stats import TallyReader, occurrences_of, size_of
-from dynamicemb.table.steps import StepTracker
+from dynamicemb.table.stepping.tracker import StepTracker
 from dynamicemb.warn import warn
 
 

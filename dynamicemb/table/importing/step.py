@@ -8,7 +8,7 @@ import torch
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.importing.room import Room
 from dynamicemb.table.index import HITS, MISSES, Index
-from dynamicemb.table.steps import Step
+from dynamicemb.table.stepping.tracker import Step
 
 _Import = TypeVar("_Import", bound="ImportStep")
 

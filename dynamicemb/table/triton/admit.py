@@ -20,7 +20,7 @@ from dynamicemb.table.admission import (
 )
 from dynamicemb.table.index import Index
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.staging import Stage, Staged
+from dynamicemb.table.stepping.staging import Stage, Staged
 from dynamicemb.table.triton.count import count
 from dynamicemb.table.triton.counting import MAX_FREQUENCY
 from dynamicemb.table.triton.draw import draw

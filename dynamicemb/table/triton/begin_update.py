@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.layout import POOLING_MEAN
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.constants import UPDATES
 from dynamicemb.table.triton.launch import carve, cdiv, launch
 from dynamicemb.table.triton.pool import bag_table_and_place

@@ -3,7 +3,8 @@
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerKind
-from dynamicemb.table import admission, index, results, scores
+from dynamicemb.table import admission, index, scores
+from dynamicemb.table.stepping import results
 from dynamicemb.table.triton import missing
 
 # Entries of the clock, and columns of the tallies.

@@ -6,9 +6,9 @@ import torch
 
 from dynamicemb.table.admission import Newcomers
 from dynamicemb.table.index import Index
-from dynamicemb.table.results import EVICTED_OUTCOME, FAILED_OUTCOME, InsertResult
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.staging import Staged
+from dynamicemb.table.stepping.results import EVICTED_OUTCOME, FAILED_OUTCOME, InsertResult
+from dynamicemb.table.stepping.staging import Staged
 from dynamicemb.table.triton.admit import admit
 from dynamicemb.table.triton.elect import elect
 from dynamicemb.table.triton.find import find_and_list

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dynamicemb.table.index import Index, Residents
 from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
-from dynamicemb.table.results import OpenBatch
+from dynamicemb.table.stepping.results import OpenBatch
 from dynamicemb.table.triton.advance import advance_clock
 from dynamicemb.table.triton.constants import CLAMPED, NUM_TALLIES
 from dynamicemb.table.triton.counting import count_by_table

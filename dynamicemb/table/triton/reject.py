@@ -7,7 +7,7 @@ import triton.language as tl
 from dynamicemb.table.admission import ADMIT_BY_COUNT, Admission
 from dynamicemb.table.index import Index
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.staging import Stage
+from dynamicemb.table.stepping.staging import Stage
 from dynamicemb.table.triton.constants import (
     EVICTED,
     EVICTED_OUTCOME,

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 

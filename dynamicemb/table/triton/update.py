@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from dynamicemb.optimizer import OptimizerSpec
-from dynamicemb.table.gradients import Gradients
 from dynamicemb.table.rows import RowStore
+from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
 from dynamicemb.table.triton.launch import launch, persistent_grid
 from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, row_shape, stream_float

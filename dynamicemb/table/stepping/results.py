@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dynamicemb.table.staging import Staged
+from dynamicemb.table.stepping.staging import Staged
 
 # What became of a missing id: it got no slot, a free one, that of a victim, or that of an expired id, its own or
 # another's.

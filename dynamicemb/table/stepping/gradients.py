@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
-from dynamicemb.table.lookup import Lookup
+from dynamicemb.table.stepping.lookup import Lookup
 
 
 @dataclass(frozen=True)

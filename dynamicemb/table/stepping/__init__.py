@@ -1,0 +1,1 @@
+"""What a step leaves behind: its lookup, its gradients, staged rows, and which steps are outstanding."""
