@@ -17,6 +17,7 @@ from dynamicemb.checkpoint.disk.io import DISK, AnyPath, FileSystem, as_chain, a
 from dynamicemb.checkpoint.flags import check_flags
 from dynamicemb.checkpoint.place import Target
 from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.ranks_apart import apart
 from dynamicemb.checkpoint.tables import Table, here, tables_of_model
 from dynamicemb.checkpoint.writing.background import DumpHandle, settle, start
 from dynamicemb.checkpoint.writing.chain import marks_of, open_chain
@@ -251,7 +252,7 @@ def _warn_if(replaced: bool, dump: _Dump) -> None:
 
 def _write_in_background(dump: _Dump) -> DumpHandle:
     """Copy the tables and start the thread that writes the copy."""
-    ranks = dump.ranks.apart()
+    ranks = apart(dump.ranks)
     _require_memory(dump)
     copies = dump.ranks.each(lambda: copied(dump.tables, dump.selected))
     num_rows = sum(copy.num_rows for copy in copies)

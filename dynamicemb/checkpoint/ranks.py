@@ -1,11 +1,7 @@
 """Ranks that do things together: each does its part, and a failure of one is an error on all."""
 
-import atexit
 import pickle
-import uuid
-import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,16 +10,6 @@ import torch.distributed as dist
 from dynamicemb.errors import DynamicEmbError
 
 T = TypeVar("T")
-
-# How long ranks may take to reach each other, and how long one may wait for the slowest disk. Whoever waits longer than
-# he likes says so to ``DumpHandle.wait``; a rank that is gone is noticed at once.
-_CONNECT = timedelta(minutes=5)
-_LONGEST = timedelta(days=7)
-
-# By the process group whose ranks they connect.
-_APART: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-# Not when the interpreter is half gone.
-atexit.register(_APART.clear)
 
 
 class Ranks:
@@ -67,25 +53,6 @@ class Ranks:
         if pairs and all(pair.split(":")[0] != "cpu" for pair in pairs):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
-
-    def apart(self) -> "Ranks":
-        """Return the same ranks with connections of their own, for another thread; a collective.
-
-        They are made by the first call for a process group, and last as long as it does or somebody uses them.
-
-        Raises:
-            RuntimeError: torch has no gloo, or ranks do not reach each other.
-        """
-        if self.world_size == 1:
-            return self
-        if self.group not in _APART:
-            # Made by hand: the name that ``new_group`` gives a group of some of the ranks depends on how many other
-            # groups each of them has, and where that differs they wait for each other in vain; and
-            # ``destroy_process_group`` would take it away from a thread that uses it.
-            name = self.gather(uuid.uuid4().hex)[0]
-            store = dist.PrefixStore(f"dynamicemb/{name}", dist.distributed_c10d._get_default_store())
-            _APART[self.group] = self.each(lambda: _connected(store, self.rank, self.world_size))
-        return _RanksApart(self.rank, self.world_size, _APART[self.group])
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in rank order."""
@@ -147,39 +114,6 @@ def _size_if_destroyed(group: Any) -> int:
     except (KeyError, ValueError):
         return group.size()
     return 0
-
-
-class _RanksApart(Ranks):
-    """Ranks that talk over connections which no other thread uses."""
-
-    def __init__(self, rank: int, world_size: int, connections: Any) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._connections = connections
-
-    def apart(self) -> Ranks:
-        return self
-
-    def gather(self, value: T) -> list[T]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._exchanged(torch.tensor([data.numel()]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = self._exchanged(padded)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
-
-    def _exchanged(self, values: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(values) for _ in range(self.world_size)]
-        options = dist.distributed_c10d.AllgatherOptions()
-        options.timeout = _LONGEST
-        self._connections.allgather([parts], [values], options).wait(_LONGEST)
-        return parts
-
-
-def _connected(store: Any, rank: int, world_size: int) -> Any:
-    if not dist.is_gloo_available():
-        raise RuntimeError("blocking=False over several ranks needs torch with gloo, which this one lacks")
-    return dist.ProcessGroupGloo(store, rank, world_size, _CONNECT)
 
 
 def _sendable(error: Exception, rank: int) -> Exception:

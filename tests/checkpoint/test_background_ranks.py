@@ -128,7 +128,7 @@ def check_failures(messages: list[Any]) -> None:
 def dump_in_groups(rank: int, world_size: int, path: str) -> bool:
     """Dump on all ranks, of which some have more groups than others, and on some of them."""
     from dynamicemb import DynamicEmbDump
-    from dynamicemb.checkpoint.ranks import _APART
+    from dynamicemb.checkpoint.ranks_apart import _APART
     from tests.support.lookups import bag_per_id, make_module, options
 
     pair = dist.new_group([0, 1], use_local_synchronization=True)
@@ -288,3 +288,16 @@ def test_c21_a_process_ends_with_a_whole_dump_or_the_one_before(tmp_path: Path, 
     assert without_scores(records(copy, "a")) == without_scores(records(expected, "a"))
     told = f"the dump to {str(place)!r} failed in the background, and nobody waited for it: OSError(28" in done.stderr
     assert told == (fate == "fails"), done.stderr
+
+
+def find_store(rank: int, world_size: int) -> str:
+    from dynamicemb.checkpoint.ranks_apart import default_store
+
+    store = default_store()
+    store.set(f"found {rank}", "yes")
+    return store.get(f"found {1 - rank}").decode()
+
+
+def test_this_torch_has_the_store_that_connections_are_made_over(ranks: RankPool) -> None:  # noqa: F811
+    """``_get_default_store`` is private; torch 2.11 to 2.14 have it."""
+    assert ranks.run(2, find_store) == ["yes", "yes"]
