@@ -18,7 +18,7 @@ from dynamicemb.types import AdmissionStrategy, Counter
 
 @dataclass(frozen=True)
 class UserJudge:
-    """A strategy that the user wrote, and his counters; see ``table.admission.Judge``.
+    """A strategy that the user wrote, and the user's counters; see ``table.admission.Judge``.
 
     Both see the ids of one table at a time, int64 and distinct; the number of the table is its place in the module.
 

@@ -39,7 +39,7 @@ class LookupFunction(torch.autograd.Function):
         ctx.weights_dtype = None if per_sample_weights is None else per_sample_weights.dtype
         kept = Lookup(_SAVED, lookup.rows, lookup.table_ranges, lookup.offsets, lookup.layout)
         ctx.placed = Placed(kept, placed.number, placed.epoch, placed.training)
-        # Saved, not kept: autograd then refuses a backward after the caller has overwritten his ids or weights, or
+        # Saved, not kept: autograd then refuses a backward after the caller has overwritten the ids or weights, or
         # after the graph has been freed.
         ids, weights = lookup.ids, lookup.per_sample_weights
         ids = ids.clone() if ids.is_inference() else ids

@@ -1,7 +1,6 @@
 """Turns: one thread at a time has a group, and on a GPU the kernels of one turn run after those of the turn before."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -14,35 +13,38 @@ from tests.support.tables import make_group
 LONG = 100_000_000
 
 
-def test_a_turn_waits_for_the_turn_of_another_thread() -> None:
-    turn, seen = Turns(torch.device("cpu")), []
+def is_free(turn: Turns) -> bool:
+    """Say whether another thread would get the turn at once."""
+    got: list[bool] = []
 
     def take() -> None:
-        with turn():
-            seen.append("other")
+        got.append(turn._lock.acquire(blocking=False))
+        if got[0]:
+            turn._lock.release()
 
     other = threading.Thread(target=take)
+    other.start()
+    other.join()
+    return got[0]
+
+
+def test_no_other_thread_has_a_turn_meanwhile() -> None:
+    turn = Turns(torch.device("cpu"))
+    assert is_free(turn)
     with turn():
-        other.start()
-        time.sleep(0.1)
-        seen.append("first")
+        assert not is_free(turn)
         # The thread that has the turn may take it again, and leaving the inner one does not end the outer one.
         with turn():
-            pass
-        time.sleep(0.1)
-        seen.append("still first")
-    other.join()
-    assert seen == ["first", "still first", "other"]
+            assert not is_free(turn)
+        assert not is_free(turn)
+    assert is_free(turn)
 
 
 def test_a_turn_ends_with_an_exception() -> None:
     turn = Turns(torch.device("cpu"))
     with pytest.raises(KeyError), turn():
         raise KeyError
-    other = threading.Thread(target=turn.__enter__, daemon=True)
-    other.start()
-    other.join(5)
-    assert not other.is_alive()
+    assert is_free(turn)
 
 
 def insert(group: TableGroup, ids: torch.Tensor) -> None:
