@@ -20,8 +20,8 @@ from dynamicemb.checkpoint.ranks import Ranks
 
 T = TypeVar("T")
 
-# How long ranks may take to reach each other, and how long one may wait for the slowest disk. Whoever wants to wait less
-# says so to ``DumpHandle.wait``; a rank that is gone is noticed at once.
+# How long ranks may take to reach each other, and how long one may wait for the slowest disk. ``DumpHandle.wait`` takes
+# a shorter time; a rank that is gone is noticed at once.
 _CONNECT = timedelta(minutes=5)
 _LONGEST = timedelta(days=7)
 

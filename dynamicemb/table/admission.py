@@ -30,7 +30,7 @@ CHANCE_WORD = 0xFFFFFFFF
 
 
 class Judge(Protocol):
-    """A user's strategy, and counters of the user's own, if there are any; called with tensors, which waits for a GPU."""
+    """A user's strategy, and counters of the user's own; called with tensors, which waits for a GPU."""
 
     def count(self, ids: torch.Tensor, tables: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
         """Add to the user's counters, and return the occurrences so far, i64 ``[U]``; without counters the amounts."""
