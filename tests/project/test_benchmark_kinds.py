@@ -23,7 +23,7 @@ from benchmarks.sharded import runner as sharded_runner
 from benchmarks.sharded.batches import draw, filling, fresh
 from benchmarks.sharded.cases import GPU_SHARDED, ShardedCase
 from benchmarks.sharded.models import BUILDERS, CONSTANT, FIRST_VALUE, OURS, STATIC
-from benchmarks.sharded.ranks import process_group
+from benchmarks.sharded.ranks import agree, on_ranks, process_group, slowest
 from benchmarks.sizes import runner as size_runner
 from benchmarks.sizes.cases import GPU_SIZES, SizeCase
 from benchmarks.step_case import Case
@@ -122,6 +122,16 @@ def test_a_sharded_case_runs_on_two_ranks() -> None:
     assert max(line["differences"].values()) < 1e-5
     result = line["engines"][OURS]
     assert result["ids_per_s"] == pytest.approx(2 * line["ids"] / result["ms"] * 1e3)
+
+
+def _ask_ranks(device: torch.device) -> tuple[list[float], bool]:
+    rank = torch.distributed.get_rank()
+    return slowest([1.0 + rank, 5.0 - rank]), agree(rank == 1)
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank_and_rank_0_decides() -> None:
+    assert on_ranks(2, "cpu", _ask_ranks) == ([2.0, 5.0], False)
+    assert on_ranks(1, "cpu", _ask_ranks) == ([1.0, 5.0], False)
 
 
 def test_workloads_under_torchrec_are_those_of_mlperf() -> None:
