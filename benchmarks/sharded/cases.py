@@ -76,9 +76,10 @@ def _cases(device: str, prefix: str, most_rows: int, batches: tuple[int, int, in
         batches: samples of a batch of each workload.
     """
     mlperf = tuple(min(rows, most_rows) for rows in MLPERF_ROWS)
-    rowwise, adam = "exact_row_wise_adagrad", "adam"
+    # FBGEMM has no Adam on the CPU.
+    rowwise, sequence_optimizer = "exact_row_wise_adagrad", "adam" if device == "cuda" else "exact_sgd"
     bags: _Fields = {"pooled": True, "rows": mlperf, "optimizer": rowwise}
-    sequences: _Fields = {"pooled": False, "rows": (min(_A_ROWS, most_rows),) * 10, "optimizer": adam}
+    sequences: _Fields = {"pooled": False, "rows": (min(_A_ROWS, most_rows),) * 10, "optimizer": sequence_optimizer}
     workloads: dict[str, _Fields] = {
         "mlperf": {**bags, "lengths": MLPERF_LENGTHS, "dim": 128, "batch_size": batches[0]},
         "one_id": {**bags, "lengths": (1,) * len(mlperf), "dim": 64, "batch_size": batches[1]},
