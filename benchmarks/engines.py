@@ -15,7 +15,7 @@ from dynamicemb.capacity import DEFAULT_BUCKET_CAPACITY
 from dynamicemb.dynamicemb_config import DynamicEmbPoolingMode, DynamicEmbTableOptions
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Case
+    from benchmarks.step_case import Case
 
 LEARNING_RATE = 0.01
 # Ids of one batch while tables are filled, over all tables.
@@ -60,12 +60,12 @@ class Build(Protocol):
 def dynamic(case: "Case") -> Engine:
     """Build ``BatchedDynamicEmbeddingTablesV2``; its tables are empty before every step if the case is cold."""
     every = torch.arange(case.rows, device=case.device)
-    module = _tables(case)
+    module = make_tables(case)
     if case.cold:
         memory = module.memory_usage()
         prepare = functools.partial(_empty_tables, case)
         return Engine("dynamicemb", not_prepared, [every] * case.tables, memory, module, prepare=prepare)
-    _fill(module, case)
+    fill(module, case)
     residents = [every] * case.tables
     if case.population:
         _settle(module, case, residents)
@@ -103,15 +103,15 @@ def grown(case: "Case") -> Engine:
 
 def _before_growth(case: "Case", name: str, slots: int) -> Engine:
     every = torch.arange(case.rows, device=case.device)
-    memory = _tables(replace(case, capacity=4 * case.rows)).memory_usage()
+    memory = make_tables(replace(case, capacity=4 * case.rows)).memory_usage()
 
     def prepare(engine: Engine, batch: Batch) -> None:
         # The old tables go first: both together may not fit.
         engine.module, engine.step = None, not_prepared
-        module = _tables(replace(case, capacity=4 * case.rows), slots)
-        _fill(module, case)
+        module = make_tables(replace(case, capacity=4 * case.rows), slots)
+        fill(module, case)
         assert module.tables.capacities == [slots] * case.tables
-        engine.module, engine.step = module, functools.partial(_step, module, "ids", case.train)
+        engine.module, engine.step = module, functools.partial(run_step, module, "ids", case.train)
         if case.device == "cuda":
             torch.cuda.synchronize()
 
@@ -147,11 +147,11 @@ def static(case: "Case") -> Engine:
     tensors = [*module.parameters(), *module.buffers()]
     memory = {"rows": sum(t.numel() * t.element_size() for t in tensors)}
     residents = [torch.arange(case.rows, device=case.device)] * case.tables
-    step = functools.partial(_step, module, "known_ids", case.train)
+    step = functools.partial(run_step, module, "known_ids", case.train)
     return Engine("fbgemm TBE", step, residents, memory, module, "known_ids")
 
 
-def _tables(case: "Case", slots: int | None = None) -> BatchedDynamicEmbeddingTablesV2:
+def make_tables(case: "Case", slots: int | None = None) -> BatchedDynamicEmbeddingTablesV2:
     """Make the tables of a case, which begin with ``slots`` slots each or are as large as they get."""
     dtype = DTYPES[case.dtype]
     capacity = case.capacity or case.rows
@@ -178,10 +178,10 @@ def _tables(case: "Case", slots: int | None = None) -> BatchedDynamicEmbeddingTa
 
 def _step_by(policy: str, module: torch.nn.Module, train: bool, batch: Batch) -> None:
     with in_force(policy):
-        _step(module, "ids", train, batch)
+        run_step(module, "ids", train, batch)
 
 
-def _step(module: torch.nn.Module, source: str, train: bool, batch: Batch) -> None:
+def run_step(module: torch.nn.Module, source: str, train: bool, batch: Batch) -> None:
     ids = getattr(batch, source)
     if train:
         module(ids, batch.offsets).backward(batch.grad)
@@ -197,14 +197,14 @@ def _empty_tables(case: "Case", engine: Engine, batch: Batch) -> None:
     """
     # The old tables go first: both together may not fit.
     engine.module, engine.step = None, not_prepared
-    module = _tables(case)
+    module = make_tables(case)
     ids = torch.full((case.tables,), -1, device=case.device)
     output = module(ids, torch.arange(case.tables + 1, device=case.device))
     output.backward(torch.zeros_like(output))
     for name in module.table_names:
         module.erase(name, ids[:1])
     engine.module = module.train(case.train)
-    engine.step = functools.partial(_step, module, "ids", case.train)
+    engine.step = functools.partial(run_step, module, "ids", case.train)
     if case.device == "cuda":
         torch.cuda.synchronize()
 
@@ -214,7 +214,7 @@ def not_prepared(batch: Batch) -> None:
     raise RuntimeError("prepare was not called")
 
 
-def _fill(module: BatchedDynamicEmbeddingTablesV2, case: "Case") -> None:
+def fill(module: BatchedDynamicEmbeddingTablesV2, case: "Case") -> None:
     """Insert ids 0..rows-1 into every table; the last ones, which are the lowest, win where a bucket is full."""
     count = max(1, _FILL_IDS[case.device] // case.tables)
     # So often that admission by count lets every id in.

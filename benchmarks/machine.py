@@ -23,7 +23,7 @@ def describe(device: str, commit: str | None = None) -> dict[str, Any]:
     versions = {field: _version(package) for field, package in _PACKAGES.items()}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or _commit(),
+        "commit": commit or commit_of(Path(__file__).resolve().parent.parent),
         **(_describe_gpu() if device == "cuda" else {}),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -68,13 +68,16 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _commit() -> str:
+def commit_of(root: Path) -> str:
+    """Return the commit of a checkout, and whether benchmarks or package have changed since; ``unknown`` without."""
+
     def git(*args: str) -> str:
-        root = Path(__file__).resolve().parent
         return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":/dynamicemb")
+        dirty = git(
+            "status", "--porcelain", "--untracked-files=no", "--", "benchmarks", ":!benchmarks/results", "dynamicemb"
+        )
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

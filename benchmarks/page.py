@@ -8,9 +8,14 @@
     {{plain: cpu, policies}}      the same, beside plain tables
     {{growth: h200, cpu}}         time of growth
     {{phases: h200, CASE=words, ...}}   phases of the last lines of these cases that have some
+    {{torchrec: h200, cpu}}       times under TorchRec, of every machine that has some
+    {{host: h200, cpu}}           times of the host, the same
+    {{size: h200, cpu}}           times in tables of several sizes, the same
     {{value: h200, a_eval, engines/dynamicemb graph/ms, .3f}}   one number of the last line of a case
 """
 
+import functools
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +50,9 @@ def fill(template: str, results: Path) -> str:
         "plain": _plain,
         "growth": _growth,
         "phases": _phases,
+        "torchrec": functools.partial(_of_machines, "torchrec", _torchrec),
+        "host": functools.partial(_of_machines, "host", _host),
+        "size": functools.partial(_of_machines, "size", _size),
         "value": _value,
     }
 
@@ -133,6 +141,8 @@ def _section(name: str, question: Question, table: str, lines: Iterable[Line]) -
 
 def _steps(results: _Results, name: str, question_name: str) -> str:
     question, pairs = results.answered(name, question_name)
+    if not pairs:
+        return _not_measured(question)
     header = ["step, ms", "TBE eager", "TBE graph", "ours eager", "ours graph"]
     header += ["eager / eager", "graph / eager", "graph / graph", "target"]
     rows = []
@@ -199,6 +209,65 @@ def _growth(results: _Results, *names: str) -> str:
         origins.append(source(name, [line]))
     table = _table(["machine", "held", "step, ms", "step that doubles the table, ms", "ns for each id held"], rows)
     return "\n\n".join([table, *origins])
+
+
+def _not_measured(question: Question) -> str:
+    cases = os.path.commonprefix(list(question.cases)).rpartition("_")[0] + "_*"
+    return f"Not measured yet: `python -m benchmarks --device {question.device} --cases '{cases}'`."
+
+
+Pairs = list[tuple[str, Line]]
+
+
+def _of_machines(question_name: str, table_of: Callable[[Pairs], str], results: _Results, *names: str) -> str:
+    """Return the tables and pictures of a question, of every file that answers it."""
+    answers = [(name, *results.answered(name, question_name)) for name in names]
+    parts = [
+        _section(name, question, table_of(pairs), [line for _, line in pairs])
+        for name, question, pairs in answers
+        if pairs
+    ]
+    return "\n\n".join(parts) or _not_measured(answers[0][1])
+
+
+def _engine(line: Line, name: str, key: str = "ms") -> str:
+    return _ms(line["engines"].get(name, {}).get(key))
+
+
+def _torchrec(pairs: Pairs) -> str:
+    engines = ("static, table-wise", "static, row-wise", "dynamicemb", "a constant lookup")
+    header = ["step, ms", *engines, "dynamicemb / faster static", "constant / dynamicemb"]
+    rows = []
+    for words, line in pairs:
+        ratio, share = line["engines"][line["ours"]]["ratio"], line.get("torchrec_share")
+        rows.append([words, *(_engine(line, name) for name in engines), _ratio(ratio), _ratio(share)])
+    return _table(header, rows)
+
+
+def _host(pairs: Pairs) -> str:
+    header = ["step, ms", "TBE host", "ours host", "ratio", "TBE, short loop", "ours", "TBE device", "ours"]
+    header += ["TBE launches", "ours", "TBE torch ops", "ours"]
+    rows = []
+    for words, line in pairs:
+        base, ours = line["engines"][line["baseline"]], line["engines"][line["ours"]]
+        cells = [_ms(base["ms"]), _ms(ours["ms"]), _ratio(ours["ratio"])]
+        cells += [_ms(engine[key]) for key in ("burst_ms", "device_ms") for engine in (base, ours)]
+        cells += [f"{engine['counts'][key]:.0f}" for key in ("launches", "ops") for engine in (base, ours)]
+        rows.append([words, *cells])
+    phases = dict.fromkeys(name for _, line in pairs for name in line["phases_ms"] if name != "total")
+    names = [*phases, "total"]
+    by_phase = [[words, *(_phase(line["phases_ms"].get(name)) for name in names)] for words, line in pairs]
+    return f"{_table(header, rows)}\n\n{_table(['our step on the host, ms', *names], by_phase)}"
+
+
+def _size(pairs: Pairs) -> str:
+    sizes = sorted({rows for _, line in pairs for rows in line["rows"]})
+    header = ["step, ms", *(f"{rows:,} rows" for rows in sizes), "largest / smallest"]
+    rows = []
+    for words, line in pairs:
+        cells = [_engine(line, f"{rows:,} rows") for rows in sizes]
+        rows.append([words, *cells, _ratio(line["engines"][line["ours"]]["ratio"])])
+    return _table(header, rows)
 
 
 def _phases(results: _Results, name: str, *cases: str) -> str:

@@ -18,12 +18,12 @@ from benchmarks.timing import ENOUGH_QUIET, Watch
 from benchmarks.workloads import Batch
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Case
+    from benchmarks.step_case import Case
 
 _LAUNCHERS = ("open_batch", "find", "pool", "gather", "update")
 _DEVICE_LAUNCHERS = ("open_batch", "find", "find_and_gather", "find_or_insert", "pool", "gather", "update")
 # About 5 ms of an H200: longer than the host needs to launch a step.
-_SLEEP_CYCLES = 10_000_000
+SLEEP_CYCLES = 10_000_000
 # Functions outside of ``group.kernels``: phase -> where the caller looks the name up.
 _INSIDE = {
     "find": ("dynamicemb.table.cpu.find_or_insert", "find"),
@@ -109,7 +109,7 @@ def _device_phases(engine: Engine, sample: list[Batch]) -> list[dict[str, float]
             engine.prepare(engine, batch)
         recorder = _EventRecorder()
         with _wrapped(engine.module.tables, recorder.wrap, _DEVICE_LAUNCHERS, _DEVICE_INSIDE):
-            torch.cuda._sleep(_SLEEP_CYCLES)
+            torch.cuda._sleep(SLEEP_CYCLES)
             recorder.wrap("total", engine.step)(batch)
         rows.append(recorder.seconds())
     return rows[1:]

@@ -10,12 +10,13 @@ _STYLES = {
     "dynamicemb, in a graph": {"marker": "o", "color": _OURS, "markersize": 8},
     "dynamicemb, eager": {"marker": "o", "color": _OURS, "markersize": 8, "markerfacecolor": "white"},
     "dynamicemb": {"marker": "o", "color": _OURS, "markersize": 8},
+    "TorchRec around a constant lookup": {"marker": "s", "color": _THEIRS, "markersize": 6},
     "FBGEMM, in a graph": {"marker": "D", "color": _THEIRS, "markersize": 6},
     "target": {"marker": "|", "color": "black", "markersize": 14, "markeredgewidth": 2.5},
     "target, in a graph": {"marker": "|", "color": "black", "markersize": 14, "markeredgewidth": 2.5},
 }
 # Equal times must not cover each other.
-_LANES = {"dynamicemb, eager": 0.17, "FBGEMM, in a graph": -0.17}
+_LANES = {"dynamicemb, eager": 0.17, "FBGEMM, in a graph": -0.17, "TorchRec around a constant lookup": -0.17}
 
 
 def plot(lines: list[Line], folder: Path, name: str) -> list[Path]:
@@ -56,6 +57,8 @@ def points(question: Question, line: Line) -> dict[str, float]:
         }
     else:
         ratios = {"dynamicemb, in a graph": times.graph, "dynamicemb, eager": times.eager}
+    if "a constant lookup" in line["engines"]:
+        ratios["TorchRec around a constant lookup"] = line["engines"]["a constant lookup"]["ratio"]
     ratios["target, in a graph" if times.our_graph else "target"] = target_of(line)
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 

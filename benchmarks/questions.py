@@ -77,6 +77,17 @@ def target_of(line: Line, eager: bool = False) -> float | None:
 
 
 _TBE = "FBGEMM"
+_PLAN = "the faster static plan"
+_SMALLEST = "the smallest table"
+_TORCHREC = {
+    "mlperf": "MLPerf's bags",
+    "one_id": "26 features of one id",
+    "sequences": "10 sequences of 100 ids",
+}
+_MODES = {"train": "training", "eval": "evaluation"}
+_POOLINGS = {"sequence": "sequence", "sum": "SUM"}
+_OPTIMIZERS = {"sgd": "SGD", "adam": "Adam"}
+_IDS = {"64": "60 ids", "4100": "4,100 ids", "65k": "65 thousand ids", "1m": "1 million ids"}
 _PLAIN = "the same step of plain tables"
 _POLICIES = {
     "lfu": "LFU",
@@ -116,6 +127,18 @@ QUESTIONS = [
             "a_sum_rowwise_adagrad_train": "row-wise Adagrad",
             "a_bf16_sum_train": "SGD, bf16",
             "a_sum_eval": "evaluation",
+        },
+    ),
+    Question(
+        "mix",
+        "cuda",
+        "How long does a step with SUM over bags of 1 to 100 ids take, beside FBGEMM's?",
+        _TBE,
+        {
+            "a_mix_sgd_train": "SGD",
+            "a_mix_adam_train": "Adam",
+            "a_mix_rowwise_adagrad_train": "row-wise Adagrad",
+            "a_mix_eval": "evaluation",
         },
     ),
     Question(
@@ -177,7 +200,9 @@ QUESTIONS = [
             "sequence_train": "SGD, sequence",
             "batch_4096_train": "SGD, 4,096 ids",
             "batch_64_train": "SGD, 60 ids",
+            "mix_train": "SGD, bags of 1 to 100 ids",
             "eval": "evaluation",
+            "mix_eval": "evaluation, bags of 1 to 100 ids",
             "sequence_eval": "evaluation, sequence",
             "batch_4096_eval": "evaluation, 4,096 ids",
             "batch_64_eval": "evaluation, 60 ids",
@@ -192,6 +217,46 @@ QUESTIONS = [
     ),
     Question("growth", "cpu", "What does growth cost?", _PLAIN, {"growth": "a table doubles"}, pictured=False),
 ]
+
+
+for _device, _prefix in (("cuda", ""), ("cpu", "cpu_")):
+    QUESTIONS += [
+        Question(
+            "torchrec",
+            _device,
+            "How long does a step under TorchRec take, beside static tables?",
+            _PLAN,
+            {
+                f"{_prefix}torchrec_{name}_{mode}": f"{words}, {what}"
+                for name, words in _TORCHREC.items()
+                for mode, what in _MODES.items()
+            },
+        ),
+        Question(
+            "host",
+            _device,
+            "How long is the host busy with an eager training step, beside FBGEMM's?",
+            _TBE,
+            {
+                f"{_prefix}host_{pooling}_{optimizer}_{size}": f"{words}, {name}, {ids}"
+                for pooling, words in _POOLINGS.items()
+                for optimizer, name in _OPTIMIZERS.items()
+                for size, ids in _IDS.items()
+                if _device == "cuda" or (optimizer == "sgd" and size in ("64", "4100"))
+            },
+        ),
+        Question(
+            "size",
+            _device,
+            "How much longer does a step take in the largest table?",
+            _SMALLEST,
+            {
+                f"{_prefix}size_dim_{dim}_{mode}": f"{words}, D = {dim}"
+                for dim in ((16, 128) if _device == "cuda" else (16,))
+                for mode, words in (("find", "evaluation"), ("train", "training"))
+            },
+        ),
+    ]
 
 
 def answered(question: Question, lines: list[Line]) -> list[tuple[str, Line]]:

@@ -151,7 +151,8 @@ def print_phases(lines: list[Line], console: Console) -> None:
     if not lines:
         return
     names = list(dict.fromkeys(name for line in lines for name in line["phases_ms"] if name != "total"))
-    table = _table("phases of our eager step, median ms (on a GPU: of the device)", ["case"])
+    title = "phases of our eager step, median ms (steps of tables alone on a GPU: of the device; else of the host)"
+    table = _table(title, ["case"])
     for name in [*names, "total"]:
         table.add_column(name, justify="right")
     for line in lines:

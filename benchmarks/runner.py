@@ -1,44 +1,35 @@
 """Run a case: all engines in turns, in one process, on the same batches."""
 
+import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from benchmarks.cases import Case
 from benchmarks.engines import Engine
 from benchmarks.graphs import captured
 from benchmarks.machine import load
 from benchmarks.phases import measure_phases
-from benchmarks.timing import Sample, Times, copy_bandwidth, settle, time_calls, time_device_calls, time_device_loop
+from benchmarks.step_case import Case
+from benchmarks.timing import (
+    Sample,
+    Times,
+    copy_bandwidth,
+    describe_error,
+    settle,
+    time_calls,
+    time_device_calls,
+    time_device_loop,
+)
+from benchmarks.turns import Effort, result, take_turns
 from benchmarks.workloads import Batch, batches, bytes_moved, state_bytes
 
 _SEED = 7
 # A loop of small steps has so many times more of them, since its repetition is one number.
 _LOOP_FACTOR = 8
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much to measure.
-
-    Attributes:
-        rounds: turns of each engine.
-        steps: timed steps of a turn.
-        quiet: undisturbed repetitions wanted of each engine; there are more turns until they are reached.
-        seconds: after this time turns end, on a busy machine with fewer repetitions than wanted.
-        phases: add the breakdown of our step.
-    """
-
-    rounds: int = 15
-    steps: int = 4
-    quiet: int = 24
-    seconds: float = 30.0
-    phases: bool = False
 
 
 @dataclass
@@ -71,11 +62,6 @@ class _Field:
         return True
 
 
-def describe_error(error: BaseException) -> str:
-    """Return type and first line of an error."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-
-
 def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     """Measure a case.
 
@@ -90,20 +76,20 @@ def run_case(case: Case, effort: Effort) -> dict[str, Any]:
     entrants, stream = _enter(case)
     ours = [engine for name, engine in entrants.engines.items() if name in (entrants.ours, entrants.ours_eager)]
     before = _counts(ours[-1])
-    times = {name: Times() for name in entrants.engines}
     bandwidths = [copy_bandwidth(case.device)]
-    turn = 0
     length = 1 + effort.steps * (_LOOP_FACTOR if case.loop else 1)
-    deadline = time.monotonic() + effort.seconds
-    while turn < 2 or (time.monotonic() < deadline and (turn < effort.rounds or _too_few(times, effort))):
-        sample = list(itertools.islice(stream, length))
-        names = list(entrants.engines)
-        for name in names if turn % 2 else reversed(names):
-            if case.changes:
-                sample = list(itertools.islice(stream, length))
-            times[name].samples += _turn(case, entrants.engines[name], sample)
-        turn += 1
-    changes = _changes(ours[-1], before, turn * length * len(ours), sample[-1])
+    sample: list[Batch] = []
+    turns = 0
+
+    def turn(number: int, name: str) -> list[Sample]:
+        nonlocal sample, turns
+        if case.changes or number == turns:
+            sample = list(itertools.islice(stream, length))
+        turns = number + 1
+        return _turn(case, entrants.engines[name], sample)
+
+    times = take_turns(list(entrants.engines), turn, effort, case.name)
+    changes = _changes(ours[-1], before, turns * length * len(ours), sample[-1])
     bandwidths.append(copy_bandwidth(case.device))
     line = _line(case, entrants, times, sample[-1], max(bandwidths))
     line |= {f"{what}_per_step": changes[what] for what in ("inserted", "evicted", "failed")}
@@ -124,7 +110,7 @@ def _enter(case: Case) -> tuple[_Field, Iterator[Batch]]:
     baseline = _build_baseline(case, entrants)
     ours = case.ours(case)
     residents = [engine.residents for engine in (baseline, ours) if engine is not None]
-    stream = batches(case, [_common(tables) for tables in zip(*residents, strict=True)], _SEED)
+    stream = batches(case, [common(tables) for tables in zip(*residents, strict=True)], _SEED)
 
     def warm_up(engine: Engine) -> None:
         _turn(case, engine, list(itertools.islice(stream, 3)))
@@ -158,8 +144,14 @@ def _build_baseline(case: Case, entrants: _Field) -> Engine | None:
         return None
 
 
-def _too_few(times: dict[str, Times], effort: Effort) -> bool:
-    return min(engine.num_quiet for engine in times.values()) < effort.quiet
+@contextlib.contextmanager
+def alone(case: Case, effort: Effort) -> Iterator[Callable[[int], list[Sample]]]:
+    """Yield what runs a turn of our eager engine, given the number of the turn."""
+    ours = case.ours(case)
+    stream = batches(case, [common((ids,)) for ids in ours.residents], _SEED)
+    length = 1 + effort.steps * (_LOOP_FACTOR if case.loop else 1)
+    _turn(case, ours, list(itertools.islice(stream, length)))
+    yield lambda number: _turn(case, ours, list(itertools.islice(stream, length)))
 
 
 def _turn(case: Case, engine: Engine, sample: list[Batch]) -> list[Sample]:
@@ -184,7 +176,7 @@ def _step(engine: Engine, batch: Batch) -> None:
     engine.step(batch)
 
 
-def _common(tables: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def common(tables: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the ids that all hold, shuffled: an id's number says nothing about where its row is."""
     both = tables[0]
     for other in tables[1:]:
@@ -235,17 +227,10 @@ def _line(case: Case, entrants: _Field, times: dict[str, Times], batch: Batch, c
     for name, engine in entrants.engines.items():
         median = times[name].median
         line["engines"][name] = {
-            "ms": median,
-            "min_ms": times[name].minimum,
-            "cpu_ms": times[name].cpu_median,
-            "repetitions": len(times[name].samples),
-            "quiet": times[name].num_quiet,
+            **result(times[name], base),
             "ids_per_s": batch.ids.numel() / median * 1e3,
             "gbps": num_bytes / median / 1e6,
             "copy_percent": num_bytes / median / 1e4 / copy_gbps,
-            "ratio": median / base.median if base else None,
-            "min_ratio": times[name].minimum / base.minimum if base else None,
-            "cpu_ratio": times[name].cpu_median / base.cpu_median if base else None,
             "memory": engine.memory,
         }
     return line
@@ -255,6 +240,7 @@ def _shape(case: Case, batch: Batch) -> dict[str, Any]:
     clock = {"cpu": "wall", "cuda": "wall, loop of steps" if case.loop else "device events"}[case.device]
     return {
         "case": case.name,
+        "kind": "step",
         "device": case.device,
         "clock": clock,
         "tables": case.tables,
@@ -266,7 +252,7 @@ def _shape(case: Case, batch: Batch) -> dict[str, Any]:
         "ids": batch.ids.numel(),
         "unique": batch.num_unique,
         "batch_size": case.batch_size,
-        "bag_length": case.bag_length,
+        "bag_length": case.bag_length if not case.bag_lengths else list(case.bag_lengths),
         "optimizer": case.optimizer,
         "pooling": case.pooling,
         "train": case.train,

@@ -163,3 +163,8 @@ def copy_bandwidth(device: str, repetitions: int = 7) -> float:
     timer = time_device_calls if device == "cuda" else time_calls
     samples = timer([lambda: target.copy_(source)] * (repetitions + 1))
     return 2 * source.numel() * 4 / min(sample.ms for sample in samples[1:]) / 1e6
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"

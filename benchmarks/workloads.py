@@ -2,14 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Case
+    from benchmarks.step_case import Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# The multi-hot features of MLPerf's DLRM-v2: ids of a bag, and rows of its table.
+MLPERF_LENGTHS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+MLPERF_ROWS = (
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+)
 
 # Ids from here on are new to every table.
 _FIRST_NEW_ID = 1 << 40
@@ -36,7 +44,9 @@ class Batch:
     @property
     def num_unique(self) -> int:
         """Distinct (table, id) pairs, U; counted anew at each call."""
-        return sum(part.unique().numel() for part in self.ids.view(self.num_tables, -1))
+        batch_size = (self.offsets.numel() - 1) // self.num_tables
+        ends = self.offsets[::batch_size].tolist()
+        return sum(self.ids[begin:end].unique().numel() for begin, end in pairwise(ends))
 
 
 def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[Batch]:
@@ -50,14 +60,17 @@ def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[
         seed: of the generator.
     """
     random = torch.Generator(case.device).manual_seed(seed)
-    per_table = case.batch_size * case.bag_length
-    offsets = torch.arange(case.tables * case.batch_size + 1, device=case.device) * case.bag_length
-    width = (case.tables * per_table, case.dim)
+    lengths = torch.tensor(case.lengths, device=case.device).repeat_interleave(case.batch_size)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    width = (case.batch_size * sum(case.lengths), case.dim)
     shape = width if case.pooling == "NONE" else (case.batch_size, case.tables * case.dim)
     grad = torch.randn(shape, generator=random, device=case.device).to(DTYPES[case.dtype])
     next_new = _FIRST_NEW_ID
     while True:
-        drawn = [_draw(case, case.population or ids.numel(), per_table, random) for ids in residents]
+        drawn = [
+            _draw(case, case.population or ids.numel(), case.batch_size * length, random)
+            for length, ids in zip(case.lengths, residents, strict=True)
+        ]
         known_ids = torch.cat([ids[ranks % ids.numel()] for ids, ranks in zip(residents, drawn, strict=True)])
         ids = torch.cat(drawn) if case.population else known_ids
         if case.new_share:
@@ -70,12 +83,24 @@ def batches(case: "Case", residents: list[torch.Tensor], seed: int) -> Iterator[
 
 
 def _draw(case: "Case", population: int, count: int, random: torch.Generator) -> torch.Tensor:
-    """Return ``count`` ranks below ``population``, uniform or by a power law (inverse of its continuous CDF)."""
+    """Return ``count`` ranks below ``population``, or below its first half if the rest makes room."""
     if case.new_share and case.full:
         population //= 2
-    u = torch.rand(count, generator=random, dtype=torch.float64, device=case.device)
-    if case.alpha:
-        power = 1 - case.alpha
+    return draw_ranks(case.alpha, population, count, random)
+
+
+def draw_ranks(alpha: float, population: int, count: int, random: torch.Generator) -> torch.Tensor:
+    """Return i64 ``[count]`` ranks below ``population``.
+
+    Args:
+        alpha: exponent of a power law, by the inverse of its continuous CDF; 0 is uniform.
+        population: ids to draw from.
+        count: how many.
+        random: where they come from; the ranks are on its device.
+    """
+    u = torch.rand(count, generator=random, dtype=torch.float64, device=random.device)
+    if alpha:
+        power = 1 - alpha
         u = (((population + 1) ** power - 1) * u + 1) ** (1 / power) - 1
     else:
         u = u * population

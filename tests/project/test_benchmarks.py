@@ -16,9 +16,10 @@ from benchmarks.__main__ import main, parse
 from benchmarks.cases import CASES, CPU_CASES, GPU_CASES, Case, select
 from benchmarks.engines import Engine, dynamic, dynamic_sgd
 from benchmarks.machine import describe
-from benchmarks.runner import Effort, run_case
+from benchmarks.runner import run_case
 from benchmarks.timing import ENOUGH_QUIET, Sample, Times
-from benchmarks.workloads import DTYPES, batches, bytes_moved, state_bytes
+from benchmarks.turns import Effort
+from benchmarks.workloads import DTYPES, MLPERF_LENGTHS, batches, bytes_moved, state_bytes
 from tests.conftest import reason_to_skip
 
 TINY = Case("tiny", tables=2, rows=512, dim=8, num_ids=200, bag_length=5, baseline=dynamic_sgd)
@@ -44,6 +45,7 @@ def test_case_names_are_distinct() -> None:
 def test_cases_are_of_their_device_and_workload_a_is_what_it_says() -> None:
     assert all(case.device == device for device, cases in CASES.items() for case in cases)
     (case,) = select(["a_sgd_train"], "cuda")
+    assert isinstance(case, Case)
     assert (case.tables, case.rows, case.dim, case.dtype, case.alpha) == (10, 1_677_721, 128, "fp32", 1.05)
     assert case.batch_size * case.tables == 1_048_570
     for case in GPU_CASES:
@@ -51,7 +53,7 @@ def test_cases_are_of_their_device_and_workload_a_is_what_it_says() -> None:
         rows = case.tables * (case.capacity or case.rows) * (case.dim * DTYPES[case.dtype].itemsize + state_bytes(case))
         # FBGEMM's rows and ours, with twice an output of 1.05 M rows, fit the 141 GB of an H200.
         assert 2 * rows + 4 * 1_100_000 * case.dim * 4 < 120e9
-        assert bool(case.bag_length > 1) == (case.pooling == "SUM")
+        assert bool(max(case.lengths) > 1) == (case.pooling == "SUM")
 
 
 def test_gpu_cases_cover_what_was_asked_for() -> None:
@@ -60,7 +62,7 @@ def test_gpu_cases_cover_what_was_asked_for() -> None:
         trained = {case.optimizer for case in known if case.train and case.pooling == pooling and case.dim == 128}
         assert trained == {"exact_sgd", "adam", "exact_adagrad", "exact_row_wise_adagrad"}
     assert {case.dim for case in known} == {16, 64, 128, 256}
-    assert {case.tables for case in known} == {1, 10, 100}
+    assert {case.tables for case in known} == {1, 10, 26, 100}
     assert {case.dtype for case in known} == {"fp32", "bf16"}
     targets = {case.name: case.target for case in GPU_CASES if case.target is not None}
     assert (targets["a_sgd_train"], targets["a_adam_train"]) == (0.60, 0.62)
@@ -73,8 +75,9 @@ def test_select_matches_patterns_and_refuses_unknown_ones() -> None:
         "batch_64_train",
         "batch_64_eval",
     ]
-    assert select([], "cpu") == CPU_CASES
-    assert select([], "cuda") == GPU_CASES
+    assert select([], "cpu") == CASES["cpu"]
+    assert select([], "cuda") == CASES["cuda"]
+    assert set(CPU_CASES) < set(CASES["cpu"])
     with pytest.raises(ValueError, match="no case of cpu matches 'sdg'"):
         select(["sdg"], "cpu")
 
@@ -97,7 +100,7 @@ def test_every_gpu_case_runs_a_step_on_the_cpu(case: Case) -> None:
     assert small.full == case.full
     engine = small.ours(small)
     batch = next(batches(small, engine.residents, seed=1))
-    assert batch.ids.numel() == small.batch_size * small.bag_length * case.tables
+    assert batch.ids.numel() == small.batch_size * sum(small.lengths)
     assert batch.grad.dtype == DTYPES[case.dtype]
     if engine.prepare is not None:
         engine.prepare(engine, batch)
@@ -131,6 +134,19 @@ def test_batches_hold_only_resident_ids_table_by_table() -> None:
     assert batch.num_unique == 5
     assert batch.offsets.tolist() == list(range(0, 201, 5))
     assert batch.grad.shape == (20, 16)
+
+
+def test_tables_may_have_bags_of_different_lengths() -> None:
+    case = replace(TINY, num_ids=24, bag_lengths=(1, 3))
+    batch = next(batches(case, [torch.arange(10), torch.arange(100, 120)], seed=1))
+    assert case.batch_size == 6
+    assert batch.offsets.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 12, 15, 18, 21, 24]
+    assert batch.ids[:6].max() < 10 and batch.ids[6:].min() >= 100
+    assert batch.num_unique == batch.ids[:6].unique().numel() + batch.ids[6:].unique().numel()
+    assert batch.grad.shape == (6, 16)
+    (mixed,) = select(["a_mix_sgd_train"], "cuda")
+    assert isinstance(mixed, Case) and mixed.lengths == MLPERF_LENGTHS
+    assert (min(mixed.lengths), max(mixed.lengths), sum(mixed.lengths)) == (1, 100, 214)
 
 
 def test_new_ids_are_new_in_every_batch() -> None:
@@ -189,6 +205,7 @@ def test_statistics_prefer_quiet_repetitions_if_there_are_enough() -> None:
         Case("tiny_new", 2, 512, 8, 200, 5, new_share=0.5, baseline=dynamic_sgd),
         Case("tiny_cold", 2, 512, 8, 200, 1, pooling="NONE", cold=True, baseline=dynamic_sgd),
         Case("tiny_crowd", 2, 512, 8, 200, 5, population=10_000, alpha=1.05, baseline=dynamic_sgd),
+        Case("tiny_mix", 2, 512, 8, 200, bag_lengths=(1, 9), baseline=dynamic_sgd),
         Case("tiny_bf16", 2, 512, 8, 200, 5, dtype="bf16", baseline=dynamic_sgd),
     ],
     ids=lambda case: case.name,
@@ -306,6 +323,7 @@ def check_growth(case: Case) -> None:
 
 def test_a_case_of_growth_doubles_the_tables_in_every_step() -> None:
     (case,) = select(["growth"], "cpu")
+    assert isinstance(case, Case)
     small = case.shrink(1 << 11, 500)
     check_growth(small)
     engine = small.ours(small)
@@ -324,6 +342,7 @@ def test_a_gpu_case_of_growth_runs() -> None:
     if reason := reason_to_skip("cuda"):
         pytest.skip(reason)
     (case,) = select(["a_growth"], "cuda")
+    assert isinstance(case, Case)
     check_growth(case.shrink(1 << 14, 500))
 
 
@@ -335,6 +354,7 @@ def test_a_gpu_case_runs_eager_and_in_a_graph(name: str) -> None:
     if reason := reason_to_skip("cuda"):
         pytest.skip(reason)
     (case,) = select([name], "cuda")
+    assert isinstance(case, Case)
     small = replace(case.shrink(20_000, 20_000), baseline=dynamic_sgd)
     line = run_case(small, Effort(2, 2, 0, phases=True))
     assert not line["errors"]

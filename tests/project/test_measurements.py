@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import page, plot
 from benchmarks.__main__ import RESULTS, main
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, select
 from benchmarks.questions import QUESTIONS, Question, Times, answered, target_of
 
 MACHINE = {
@@ -95,9 +95,11 @@ def test_every_case_belongs_to_one_question_of_its_device() -> None:
 
 def test_the_page_has_every_question_that_results_answer() -> None:
     text = page.PAGE.read_text()
+    measured = {json.loads(line)["case"] for file in RESULTS.glob("*.jsonl") for line in file.read_text().splitlines()}
+    assert len(measured) > 50
     for question in QUESTIONS:
-        for words in question.cases.values() if question.pictured else ():
-            assert f"| {words} |" in text
+        for case, words in question.cases.items() if question.pictured else ():
+            assert f"| {words} |" in text or case not in measured
 
 
 def test_a_row_has_times_ratios_and_missed_targets(tmp_path: Path) -> None:
@@ -136,6 +138,59 @@ def test_phases_are_those_of_the_last_line_that_has_some(tmp_path: Path) -> None
     text = fill("{{phases: gpu, a_eval=evaluation}}", tmp_path, gpu=[measured, gpu_line("a_eval")])
     assert "| phase, ms | evaluation |\n|---|---:|\n| find | 0.040 |\n| total | 0.300 |" in text
     assert "commit aaaaaaa" in text
+
+
+def kind_line(case: str, engines: dict[str, Any], ours: str, **changes: Any) -> dict[str, Any]:
+    """Return a result of another kind than a step of tables alone; its baseline is the first engine."""
+    return gpu_line(case, engines=engines, baseline=next(iter(engines)), ours=ours, ours_eager=ours, **changes)
+
+
+def test_a_question_without_results_names_the_command(tmp_path: Path) -> None:
+    patterns = {"torchrec: gpu": "torchrec_*", "host: gpu": "host_*", "size: gpu": "size_dim_*"}
+    for place, pattern in {**patterns, "steps: gpu, mix": "a_mix_*"}.items():
+        text = fill(f"{{{{{place}}}}}", tmp_path, gpu=[gpu_line("a_eval")])
+        assert text == f"Not measured yet: `python -m benchmarks --device cuda --cases '{pattern}'`."
+        named = {case.name for case in select([pattern], "cuda")}
+        assert named in [set(question.cases) for question in QUESTIONS]
+
+
+def test_torchrec_stands_beside_both_static_plans_and_a_constant(tmp_path: Path) -> None:
+    times = {"static, table-wise": 2.0, "static, row-wise": 4.0, "dynamicemb": 3.0, "a constant lookup": 1.5}
+    engines = {name: {"ms": ms, "ratio": ms / 2} for name, ms in times.items()}
+    line = kind_line("torchrec_mlperf_train", engines, "dynamicemb", torchrec_share=0.5)
+    text = fill("{{torchrec: gpu}}", tmp_path, gpu=[line])
+    assert "| MLPerf's bags, training | 2.00 | 4.00 | 3.00 | 1.50 | 1.50 | 0.50 |" in text
+    assert "gpu_torchrec.png" in text
+    assert plot.points(question("torchrec", "cuda"), line) == {
+        "dynamicemb, eager": 1.5,
+        "TorchRec around a constant lookup": 0.75,
+    }
+
+
+def test_host_time_has_loops_device_launches_and_phases(tmp_path: Path) -> None:
+    def engine(ms: float) -> dict[str, Any]:
+        counts = {"launches": 10 * ms, "copies": 0.0, "kernels": 9.0, "ops": 20 * ms}
+        return {"ms": ms, "ratio": ms / 2, "burst_ms": ms / 4, "device_ms": ms / 8, "counts": counts}
+
+    phases = {"find": 0.5, "outside of phases": 0.25, "total": 0.75}
+    engines = {"fbgemm TBE": engine(2.0), "dynamicemb": engine(1.0)}
+    line = kind_line("host_sum_adam_65k", engines, "dynamicemb", phases_ms=phases, targets={})
+    text = fill("{{host: gpu}}", tmp_path, gpu=[line])
+    numbers = "2.00 | 1.00 | 0.50 | 0.500 | 0.250 | 0.250 | 0.125 | 20 | 10 | 40 | 20 |"
+    assert f"| SUM, Adam, 65 thousand ids | {numbers}" in text
+    assert "| our step on the host, ms | find | outside of phases | total |" in text
+    assert "| SUM, Adam, 65 thousand ids | 0.500 | 0.250 | 0.750 |" in text
+
+
+def test_a_table_size_that_did_not_fit_is_left_empty(tmp_path: Path) -> None:
+    engines = {f"{rows:,} rows": {"ms": ms, "ratio": ms} for rows, ms in ((10**6, 1.0), (10**7, 1.1))}
+    smaller = kind_line("size_dim_16_find", engines, "10,000,000 rows", rows=[10**6, 10**7])
+    engines = {**engines, "100,000,000 rows": {"ms": 1.2, "ratio": 1.2}}
+    larger = kind_line("size_dim_16_train", engines, "100,000,000 rows", rows=[10**6, 10**7, 10**8])
+    text = fill("{{size: gpu}}", tmp_path, gpu=[smaller, larger])
+    assert "| step, ms | 1,000,000 rows | 10,000,000 rows | 100,000,000 rows | largest / smallest |" in text
+    assert "| evaluation, D = 16 | 1.00 | 1.10 |  | 1.10 |" in text
+    assert "| training, D = 16 | 1.00 | 1.10 | 1.20 | 1.20 |" in text
 
 
 def test_growth_is_told_for_each_machine(tmp_path: Path) -> None:

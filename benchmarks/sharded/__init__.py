@@ -1,0 +1,1 @@
+"""Steps of TorchRec's collections under ``DistributedModelParallel``: dynamic tables beside static ones."""

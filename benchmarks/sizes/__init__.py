@@ -1,0 +1,1 @@
+"""Steps of the same ids in tables of different sizes."""
