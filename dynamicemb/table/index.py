@@ -62,8 +62,24 @@ def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
     return tensor.clone()
 
 
+# Where ``prepared`` is kept: not a field.
+_PREPARED = "_prepared"
+
+
 class _Tensors:
     """A dataclass of tensors on one device, and numbers."""
+
+    @property
+    def prepared(self) -> dict[Any, Any]:
+        """What a backend has prepared for its launches; empty again once an attribute is set."""
+        prepared: dict[Any, Any] | None = self.__dict__.get(_PREPARED)
+        if prepared is None:
+            prepared = self.__dict__[_PREPARED] = {}
+        return prepared
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop(_PREPARED, None)
+        object.__setattr__(self, name, value)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors in field order."""
@@ -75,7 +91,9 @@ class _Tensors:
         return sum(t.untyped_storage().nbytes() for t in self.tensors())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
+        state = {name: unshared(v) if isinstance(v, torch.Tensor) else v for name, v in self.__dict__.items()}
+        state.pop(_PREPARED, None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in state.items()})

@@ -56,10 +56,7 @@ class RowStore:
         chunk_tables: the table of each chunk.
         first_rows: the first row id of each table's first chunk.
         sizes: the different sizes of rows in bytes, ascending.
-        origin: of a view, the store that has the memory.
     """
-
-    origin: "RowStore | None" = None
 
     def __init__(
         self,
@@ -104,6 +101,8 @@ class RowStore:
         self.dtype = dtype
         self.device = device
         self.formats = formats
+        # What a backend has prepared for launches; nothing of it depends on the chunks, which may become more.
+        self.prepared: dict[Any, Any] = {}
         self.chunk_shift = chunk_shift
         self.dims = torch.tensor([f.dim for f in formats], dtype=torch.int32, device=device)
         self.num_states = torch.tensor([f.num_state for f in formats], dtype=torch.int32, device=device)
@@ -115,7 +114,7 @@ class RowStore:
     def view(self, chunk_bases: torch.Tensor) -> "RowStore":
         """Return a store of the same rows that finds them, and others, by ``chunk_bases``; for the time of a lookup."""
         view = RowStore.__new__(RowStore)
-        view.__dict__.update(self.__dict__, chunk_bases=chunk_bases, origin=self)
+        view.__dict__.update(self.__dict__, chunk_bases=chunk_bases)
         return view
 
     def _take(self, chunks: list[torch.Tensor], tables: list[int]) -> None:
@@ -175,13 +174,13 @@ class RowStore:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["chunk_bases"]
+        del state["chunk_bases"], state["prepared"]
         state["chunks"] = [unshared(chunk) for chunk in self.chunks]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy lives elsewhere: take aligned memory and find every base again.
-        self.__dict__.update(state)
+        self.__dict__.update(state, prepared={})
         chunks = [torch.as_tensor(chunk) for chunk in self.chunks]
         copies = [allocate(chunk.numel(), torch.uint8, self.device).copy_(chunk) for chunk in chunks]
         self._take(copies, self.chunk_tables)

@@ -11,7 +11,7 @@ from dynamicemb.table.layout import POOLING_MEAN
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.constants import UPDATES
-from dynamicemb.table.triton.launch import carve, cdiv, launch
+from dynamicemb.table.triton.launch import Launcher, carve, cdiv
 from dynamicemb.table.triton.pool import bag_table_and_place
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 from dynamicemb.table.triton.segments import FEW_UNITS, LONG_SEGMENTS, MANY_UNITS, PIECE, most_long_segments, pack
@@ -62,24 +62,26 @@ class Scratch:
     def allocate(cls, gradients: Gradients, block_dim: int) -> "Scratch":
         """Allocate for a batch."""
         num, bags = gradients.rows.numel(), gradients.bags
-        pooled = bags is not None
-        scaled = bags is not None and (bags.layout.pooling == POOLING_MEAN or bags.per_sample_weights is not None)
-        num_words = 3 * (num + most_long_segments(num))
-        num_ordered = num if num <= MOST_RANKED else 0
-        num_partials = 2 * most_long_segments(num) * block_dim
-        begins = [0]
-        sizes = (4, 2 * num_words, 2 * num_ordered, num_partials, 2 * num if pooled else 0, num if scaled else 0)
-        for size in sizes:
-            begins.append(begins[-1] + (size + 3) // 4 * 4)
-        memory = torch.empty(begins[-1], dtype=torch.int32, device=gradients.rows.device)
+        pooled, scaled = False, False
+        if bags is not None:
+            pooled, scaled = True, bags.layout.pooling == POOLING_MEAN or bags.per_sample_weights is not None
+        most_long = most_long_segments(num)
+        # Where the parts begin: each at a multiple of four words.
+        words = 4
+        order = words + 6 * (num + most_long) + 2 * ((num + most_long) % 2)
+        partials = order + (2 * (num + num % 2) if num <= MOST_RANKED else 0)
+        places = partials + 2 * most_long * block_dim
+        scales = places + (2 * (num + num % 2) if pooled else 0)
+        end = scales + (num if scaled else 0)
+        memory = torch.empty(end, dtype=torch.int32, device=gradients.rows.device)
         return cls(
             memory,
             carve(memory, 0, 3, torch.int32),
-            carve(memory, begins[1], num_words, torch.int64),
-            carve(memory, begins[2], num_ordered, torch.int64),
-            carve(memory, begins[3], num_partials, torch.float32),
-            carve(memory, begins[4], num, torch.int64) if pooled else gradients.places,
-            carve(memory, begins[5], num, torch.float32) if scaled else gradients.scales,
+            carve(memory, words, 3 * (num + most_long), torch.int64),
+            carve(memory, order, num if num <= MOST_RANKED else 0, torch.int64),
+            carve(memory, partials, 2 * most_long * block_dim, torch.float32),
+            carve(memory, places, num, torch.int64) if pooled else gradients.places,
+            carve(memory, scales, num, torch.float32) if scaled else gradients.scales,
         )
 
 
@@ -97,44 +99,35 @@ def begin_update(store: RowStore, gradients: Gradients, clock: torch.Tensor, scr
     occurrences, from the cache, and writes 32 N.
     """
     rows, bags = gradients.rows, gradients.bags
-    num, pooled = rows.numel(), bags is not None
-    scaled = pooled and scratch.scales is not None
-    weights = None if bags is None else bags.per_sample_weights
-    is_mean = bags is not None and bags.layout.pooling == POOLING_MEAN
-    block = _RANKED if ranked else _LOCATED
-    launch(
-        _begin_kernel,
-        (max(1, cdiv(num, block)) if pooled or ranked else 1,),
-        (
-            clock,
-            scratch.counts,
-            clock if bags is None else bags.offsets,
-            clock if bags is None else bags.layout.feature_tables,
-            clock if bags is None else bags.layout.column_offsets,
-            clock if weights is None else weights.contiguous(),
-            scratch.places if pooled else clock,
-            scratch.scales if scaled else clock,
-            rows,
-            scratch.order if ranked else clock,
-            scratch.words if ranked else clock,
-            gradients.table_ranges,
-            store.chunk_bases,
-            store.row_bytes,
-            num,
-            0 if bags is None else bags.offsets.numel() - 1,
-            0 if bags is None else bags.layout.batch_size,
-            0 if bags is None else bags.layout.width,
-            store.num_tables,
-            store.chunk_shift,
-        ),
-        {
-            "BAGS": _BagShape(pooled, is_mean, weights is not None, scaled),
-            "RANKED": ranked,
-            "ROW": row_shape(store),
-            "BLOCK": block,
-        },
-        num_warps=4 if ranked else 2,
+    num, block = rows.numel(), _RANKED if ranked else _LOCATED
+    order, words = (scratch.order, scratch.words) if ranked else (clock, clock)
+    if bags is None:
+        shape = _BagShape(False, False, False, False)
+        of_bags: tuple[Any, ...] = (clock,) * 6
+        integers = (num, 0, 0, 0)
+    else:
+        layout, weights, scaled = bags.layout, bags.per_sample_weights, scratch.scales is not None
+        shape = _BagShape(True, layout.pooling == POOLING_MEAN, weights is not None, scaled)
+        of_bags = (
+            bags.offsets, layout.feature_tables, layout.column_offsets,
+            clock if weights is None else weights.contiguous(), scratch.places, scratch.scales if scaled else clock,
+        )  # fmt: skip
+        integers = (num, bags.offsets.numel() - 1, layout.batch_size, layout.width)
+    key = ("begin_update", shape, ranked)
+    launcher = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, shape, ranked))
+    launcher(
+        max(1, cdiv(num, block)) if shape.pooled or ranked else 1,
+        (clock, scratch.counts, *of_bags, rows, order, words, gradients.table_ranges, store.chunk_bases),
+        integers,
     )
+
+
+def _prepare(store: RowStore, shape: _BagShape, ranked: bool) -> Launcher:
+    """Prepare launches for a store."""
+    block = _RANKED if ranked else _LOCATED
+    constants = {"BAGS": shape, "RANKED": ranked, "ROW": row_shape(store), "BLOCK": block}
+    stays = (store.row_bytes, store.num_tables, store.chunk_shift)
+    return Launcher(store.device, _begin_kernel, constants, stays, num_warps=4 if ranked else 2)
 
 
 @triton.jit(do_not_specialize=["num", "num_bags", "batch_size", "width", "num_tables", "chunk_shift"])
@@ -152,11 +145,11 @@ def _begin_kernel(
     words_ptr,
     table_ranges_ptr,
     chunk_bases_ptr,
-    row_bytes_ptr,
     num,
     num_bags,
     batch_size,
     width,
+    row_bytes_ptr,
     num_tables,
     chunk_shift,
     BAGS: tl.constexpr,

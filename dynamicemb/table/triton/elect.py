@@ -10,7 +10,7 @@ from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.constants import LEADERS_LENGTH, MISSING_LENGTH, WORK_LENGTH
 from dynamicemb.table.triton.counting import clamp_frequencies
 from dynamicemb.table.triton.hashing import home_bucket, mix
-from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
+from dynamicemb.table.triton.launch import Launcher, cdiv
 from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
     LEADER_IDS,
@@ -23,6 +23,8 @@ from dynamicemb.table.triton.missing import (
     list_part,
     noted,
 )
+
+_BLOCK = 64
 
 
 def elect(
@@ -43,19 +45,24 @@ def elect(
     Host sync: none; the grid is persistent. Bytes moved per missing occurrence: 8 entry, 8 id, 4 place, 4 row; per
     leader 28 for the lists.
     """
-    block = 64
-    args = (
-        ids, table_ranges, index.bucket_offsets, ids if frequencies is None else frequencies, rows, missing.claims,
-        missing.amounts, missing.lists, missing.num_claims - 1, missing.num_lists, missing.stride,
+    counts = index.counting != COUNT_NONE or (admission is not None and admission.needs_amounts)
+    is_listing = not missing.ordered and admission is None
+    key = ("elect", counts, frequencies is not None, missing.ordered, is_listing)
+    launcher = index.prepared.get(key) or index.prepared.setdefault(key, _prepare(index, *key[1:]))
+    launcher(
+        min(cdiv(ids.numel(), _BLOCK), launcher.fill),
+        (ids, table_ranges, ids if frequencies is None else frequencies, rows, missing.claims, missing.amounts,
+         missing.lists),
+        (missing.num_claims - 1, missing.num_lists, missing.stride),
     )  # fmt: skip
+
+
+def _prepare(index: Index, counts: bool, has_frequencies: bool, ordered: bool, is_listing: bool) -> Launcher:
+    """Prepare launches for an index."""
     constants = {
-        "COUNTS": index.counting != COUNT_NONE or (admission is not None and admission.needs_amounts),
-        "HAS_FREQUENCIES": frequencies is not None,
-        "ORDERED": missing.ordered,
-        "LIST": not missing.ordered and admission is None,
-        "BLOCK": block,
-    }
-    launch(_elect_kernel, persistent_grid(ids.device, cdiv(ids.numel(), block)), args, constants, num_warps=1)
+        "COUNTS": counts, "HAS_FREQUENCIES": has_frequencies, "ORDERED": ordered, "LIST": is_listing, "BLOCK": _BLOCK
+    }  # fmt: skip
+    return Launcher(index.keys.device, _elect_kernel, constants, (index.bucket_offsets,), num_warps=1)
 
 
 @triton.jit
@@ -125,7 +132,6 @@ def push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, str
 def _elect_kernel(
     ids_ptr,
     table_ranges_ptr,
-    bucket_offsets_ptr,
     frequencies_ptr,
     rows_ptr,
     claims_ptr,
@@ -134,6 +140,7 @@ def _elect_kernel(
     claims_mask,
     num_lists,
     stride,
+    bucket_offsets_ptr,
     COUNTS: tl.constexpr,
     HAS_FREQUENCIES: tl.constexpr,
     ORDERED: tl.constexpr,

@@ -35,7 +35,7 @@ from dynamicemb.table.triton.hashing import (
     mix,
     table_of,
 )
-from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch, padded_tables
+from dynamicemb.table.triton.launch import FULL_PROCESSOR, Argument, Launcher, cdiv, padded_tables
 from dynamicemb.table.triton.missing import Missing, note
 
 # On an H200, of 32 to 256 ids and 1 to 8 warps per program none is faster all round: 32 ids take 3 % less time where
@@ -126,21 +126,26 @@ def _find(
     out = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     if ids.numel() == 0:
         return out
-    shape, touches = _touches_of(index)
-    assert isinstance(index, Index) or not touch
-    args = (
-        index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, *touches, ids, table_ranges, out,
-        ids if frequencies is None else frequencies, ids if missing is None else missing.entries(),
-        out if missing is None else missing.part("lengths"), ids.numel(), index.num_tables,
+    wanted = (touch, frequencies is not None, slots, missing is not None)
+    key = ("find", *wanted)
+    launcher = index.prepared.get(key) or index.prepared.setdefault(key, _prepare(index, _Wanted(*wanted)))
+    launcher(
+        cdiv(ids.numel(), _BLOCK.value),
+        (ids, table_ranges, out, ids if frequencies is None else frequencies,
+         ids if missing is None else missing.entries(), out if missing is None else missing.part("lengths")),
+        (ids.numel(),),
     )  # fmt: skip
-    constants = {
-        "INDEX": shape,
-        "WANTED": _Wanted(touch, frequencies is not None, slots, missing is not None),
-        "TABLES": padded_tables(index.num_tables),
-    }
-    grid = (cdiv(ids.numel(), _BLOCK.value),)
-    launch(_find_kernel, grid, args, constants, num_warps=_NUM_WARPS, maxnreg=FULL_PROCESSOR)
     return out
+
+
+def _prepare(index: Residents, wanted: _Wanted) -> Launcher:
+    """Prepare launches for an index."""
+    shape, touches = _touches_of(index)
+    assert isinstance(index, Index) or not wanted.touch
+    stays: tuple[Argument, ...] = (index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, *touches, index.num_tables)
+    constants = {"INDEX": shape, "WANTED": wanted, "TABLES": padded_tables(index.num_tables)}
+    device = index.keys.device
+    return Launcher(device, _find_kernel, constants, stays, num_warps=_NUM_WARPS, maxnreg=FULL_PROCESSOR)
 
 
 def _touches_of(index: Residents) -> tuple[_IndexShape, tuple[torch.Tensor, ...]]:
@@ -249,6 +254,13 @@ def touch(tags_ptr, scores_ptr, slot, hit, step, amount, score, counts, replaces
 
 @triton.jit(do_not_specialize=["num_ids", "num_tables"])
 def _find_kernel(
+    ids_ptr,
+    table_ranges_ptr,
+    out_ptr,
+    frequencies_ptr,
+    missing_ptr,
+    lengths_ptr,
+    num_ids,
     keys_ptr,
     digests_ptr,
     rows_ptr,
@@ -262,13 +274,6 @@ def _find_kernel(
     ttls_ptr,
     clock_ptr,
     tallies_ptr,
-    ids_ptr,
-    table_ranges_ptr,
-    out_ptr,
-    frequencies_ptr,
-    missing_ptr,
-    lengths_ptr,
-    num_ids,
     num_tables,
     INDEX: tl.constexpr,
     WANTED: tl.constexpr,

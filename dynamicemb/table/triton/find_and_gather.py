@@ -13,7 +13,7 @@ from dynamicemb.table.layout import FeatureLayout
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.find import rows_of, slots_of
 from dynamicemb.table.triton.gather import load_rows, store_rows
-from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
+from dynamicemb.table.triton.launch import Launcher, cdiv, padded_tables
 from dynamicemb.table.triton.open_batch import count_wrong
 from dynamicemb.table.triton.rows import TRITON_DTYPES, pick, row_addresses, row_shape
 
@@ -52,19 +52,30 @@ def find_and_gather(
     Host sync: none. Bytes moved: N * D * (weight size + output size) + N * (8 id, 16 digests, 8 key) + 8 F * B, and
     4 N for rows once entries of the index have moved.
     """
+    key = ("find_and_gather", output_dtype)
+    prepared = index.prepared.get(key)
+    if prepared is None or prepared[0] is not store:
+        prepared = index.prepared[key] = (store, *_prepare(index, store, output_dtype))
+    _, launcher, dim, checked = prepared
+    num_ids, num_offsets = ids.numel(), offsets.numel()
+    out = torch.empty(num_ids, dim, dtype=output_dtype, device=ids.device)
+    num_checks = cdiv(num_offsets, checked) if checked else 0
+    launcher(
+        num_checks + cdiv(num_ids, _BLOCK.value),
+        (ids, offsets, layout.table_features, missing_values, out, store.chunk_bases),
+        (num_ids, num_offsets, num_checks, layout.batch_size),
+    )
+    return out
+
+
+def _prepare(index: Residents, store: RowStore, output_dtype: torch.dtype) -> tuple[Launcher, int, int]:
+    """Prepare launches; also return D, and how many offsets a program checks, 0: nobody does."""
     shape = row_shape(store)
-    dim = store.formats[0].dim
-    out = torch.empty(ids.numel(), dim, dtype=output_dtype, device=ids.device)
     row_bytes = shape.block_dim * min(store.dtype.itemsize, output_dtype.itemsize)
     tile = max(1, min(_BLOCK.value, _TILE_BYTES // row_bytes))
     # Without tallies nobody looks for illegal offsets: any tensor stands for them.
+    has_tallies = isinstance(index, Index)
     tallies = index.tallies if isinstance(index, Index) else index.keys
-    num_checks = cdiv(offsets.numel(), _CHECKED.value) if isinstance(index, Index) else 0
-    args = (
-        index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, tallies, ids, offsets,
-        layout.table_features, missing_values, out, store.chunk_bases, store.row_bytes, ids.numel(), offsets.numel(),
-        num_checks, layout.batch_size, store.num_tables, store.chunk_shift,
-    )  # fmt: skip
     constants = {
         "BUCKET": index.bucket_capacity,
         "ROW": shape,
@@ -73,9 +84,13 @@ def find_and_gather(
         "TABLES": max(32, padded_tables(store.num_tables + 1)),
         "TILE": tile,
     }
-    grid = (num_checks + cdiv(ids.numel(), _BLOCK.value),)
-    launch(_find_and_gather_kernel, grid, args, constants, num_warps=max(1, min(8, tile * row_bytes // _TILE_BYTES)))
-    return out
+    stays = (
+        index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, tallies, store.row_bytes,
+        store.num_tables, store.chunk_shift,
+    )  # fmt: skip
+    num_warps = max(1, min(8, tile * row_bytes // _TILE_BYTES))
+    launcher = Launcher(index.keys.device, _find_and_gather_kernel, constants, stays, num_warps=num_warps)
+    return launcher, store.formats[0].dim, _CHECKED.value if has_tallies else 0
 
 
 @triton.jit
@@ -103,23 +118,23 @@ def tables_of_bags(
 
 @triton.jit(do_not_specialize=["num_ids", "num_offsets", "num_checks", "batch_size", "num_tables", "chunk_shift"])
 def _find_and_gather_kernel(
-    keys_ptr,
-    digests_ptr,
-    slot_rows_ptr,
-    moved_ptr,
-    bucket_offsets_ptr,
-    tallies_ptr,
     ids_ptr,
     offsets_ptr,
     table_features_ptr,
     missing_values_ptr,
     out_ptr,
     chunk_bases_ptr,
-    row_bytes_ptr,
     num_ids,
     num_offsets,
     num_checks,
     batch_size,
+    keys_ptr,
+    digests_ptr,
+    slot_rows_ptr,
+    moved_ptr,
+    bucket_offsets_ptr,
+    tallies_ptr,
+    row_bytes_ptr,
     num_tables,
     chunk_shift,
     BUCKET: tl.constexpr,

@@ -31,7 +31,6 @@ class Inserted(NamedTuple):
         num_leaders = int(self.missing.tensor("lengths", 1)[0]) + 1
         parts = ("positions", "outcomes", "victim_ids", "victim_scores")
         positions, outcomes, victim_ids, victim_scores = (self.missing.tensor(part, num_leaders) for part in parts)
-        has_stamps = self.missing.places.victim_stamps < self.missing.places.end
         positions, by_position = positions.long().sort()
         outcomes = outcomes[by_position]
         evicted = outcomes == EVICTED_OUTCOME
@@ -41,7 +40,7 @@ class Inserted(NamedTuple):
             positions[evicted],
             victim_ids[victims],
             victim_scores[victims],
-            self.missing.tensor("victim_stamps", num_leaders)[victims] if has_stamps else victim_ids[:0],
+            self.missing.tensor("victim_stamps", num_leaders)[victims] if self.missing.has_stamps else victim_ids[:0],
         )
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import launch
+from dynamicemb.table.triton.launch import Launcher, cdiv
 from dynamicemb.table.triton.rows import (
     TRITON_DTYPES,
     find_range,
@@ -42,38 +42,32 @@ def gather(
 
     Host sync: none. Bytes moved: N * D * (weight size + output size) + 4 N.
     """
-    shape = row_shape(store)
-    dim = store.formats[0].dim
-    out = torch.empty(rows.numel(), dim, dtype=output_dtype, device=rows.device)
-    if out.numel() == 0:
-        return out
+    num_rows = rows.numel()
+    key = ("gather", output_dtype)
+    launcher, dim, block = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, output_dtype))
+    out = torch.empty(num_rows, dim, dtype=output_dtype, device=rows.device)
+    if num_rows:
+        pointers = (rows.contiguous(), table_ranges, missing_values, out, store.chunk_bases)
+        launcher(cdiv(num_rows, block), pointers, (num_rows,))
+    return out
+
+
+def _prepare(store: RowStore, output_dtype: torch.dtype) -> tuple[Launcher, int, int]:
+    """Prepare launches for a store; also return D, and how many rows a program copies."""
+    shape, dim = row_shape(store), store.formats[0].dim
     size = min(store.dtype.itemsize, output_dtype.itemsize)
     block = max(1, _TILE_BYTES // size // shape.block_dim)
-    launch(
-        _gather_kernel,
-        (-(-rows.numel() // block),),
-        (
-            rows.contiguous(),
-            table_ranges,
-            missing_values,
-            out,
-            store.chunk_bases,
-            store.row_bytes,
-            rows.numel(),
-            store.num_tables,
-            store.chunk_shift,
-        ),
-        {
-            "DIM": dim,
-            "BLOCK_DIM": shape.block_dim,
-            "ROW_BYTES": shape.row_bytes,
-            "WEIGHT": shape.weight,
-            "OUTPUT": TRITON_DTYPES[output_dtype],
-            "BLOCK": block,
-        },
-        num_warps=max(1, min(8, block * shape.block_dim * size // 1024)),
-    )
-    return out
+    constants = {
+        "DIM": dim,
+        "BLOCK_DIM": shape.block_dim,
+        "ROW_BYTES": shape.row_bytes,
+        "WEIGHT": shape.weight,
+        "OUTPUT": TRITON_DTYPES[output_dtype],
+        "BLOCK": block,
+    }
+    stays = (store.row_bytes, store.num_tables, store.chunk_shift)
+    num_warps = max(1, min(8, block * shape.block_dim * size // 1024))
+    return Launcher(store.device, _gather_kernel, constants, stays, num_warps=num_warps), dim, block
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tables", "chunk_shift"])
@@ -83,8 +77,8 @@ def _gather_kernel(
     missing_values_ptr,
     out_ptr,
     chunk_bases_ptr,
-    row_bytes_ptr,
     num_rows,
+    row_bytes_ptr,
     num_tables,
     chunk_shift,
     DIM: tl.constexpr,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynamicemb.table.initializers import DEBUG_MODULUS, NUM_PARAMS, InitializerTable
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import Launcher, cdiv, power_of_two
 from dynamicemb.table.triton.missing import Leaders
 from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.rows import pointers, row_addresses, row_shape
@@ -58,24 +58,29 @@ def _initialize(store: RowStore, initializers: InitializerTable, leaders: Leader
     num_rows = leaders.most
     if num_rows == 0:
         return
+    modes = initializers.mode_mask or sum(1 << mode for mode in set(initializers.modes.tolist()))
+    key = ("initialize", leaders.word, modes)
+    launcher, tile = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, leaders.word, modes))
+    launcher(
+        min(cdiv(num_rows, tile), launcher.fill),
+        (store.chunk_bases, initializers.modes, initializers.params, initializers.keys, leaders.rows, leaders.ids,
+         leaders.tables, state_values, leaders.lengths),
+        (num_rows,),
+    )  # fmt: skip
+
+
+def _prepare(store: RowStore, word: int, modes: int) -> tuple[Launcher, int]:
+    """Prepare launches for a store; also return how many rows a program has at a time."""
     shape = row_shape(store)
     # Columns up to the state, in calls of four; the state and the row's tail, in floats.
     calls = min(power_of_two(cdiv(shape.max_dim, 4)), _MOST_CALLS_PER_ROW)
     tile = max(1, _CALLS // calls)
-    args = (
-        store.chunk_bases, store.dims, store.num_states, store.row_bytes, store.state_offsets, initializers.modes,
-        initializers.params, initializers.keys, leaders.rows, leaders.ids, leaders.tables, state_values,
-        leaders.lengths, store.chunk_shift, num_rows, shape.max_dim, shape.max_tail,
+    stays = (
+        store.dims, store.num_states, store.row_bytes, store.state_offsets, store.chunk_shift, shape.max_dim,
+        shape.max_tail,
     )  # fmt: skip
-    constants = {
-        "COUNT": leaders.word,
-        "MODES": initializers.mode_mask or sum(1 << mode for mode in set(initializers.modes.tolist())),
-        "ROW": shape,
-        "TILE": tile,
-        "CALLS": calls,
-    }
-    grid = persistent_grid(store.device, cdiv(num_rows, tile))
-    launch(_initialize_kernel, grid, args, constants, num_warps=1, enable_fp_fusion=False)
+    constants = {"COUNT": word, "MODES": modes, "ROW": shape, "TILE": tile, "CALLS": calls}
+    return Launcher(store.device, _initialize_kernel, constants, stays, num_warps=1, enable_fp_fusion=False), tile
 
 
 @triton.jit
@@ -203,10 +208,6 @@ def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr):
 @triton.jit(do_not_specialize=["chunk_shift", "num_rows", "max_dim", "max_tail"])
 def _initialize_kernel(
     chunk_bases_ptr,
-    dims_ptr,
-    num_states_ptr,
-    row_bytes_ptr,
-    state_offsets_ptr,
     modes_ptr,
     params_ptr,
     table_keys_ptr,
@@ -215,8 +216,12 @@ def _initialize_kernel(
     tables_ptr,
     state_values_ptr,
     lengths_ptr,
-    chunk_shift,
     num_rows,
+    dims_ptr,
+    num_states_ptr,
+    row_bytes_ptr,
+    state_offsets_ptr,
+    chunk_shift,
     max_dim,
     max_tail,
     COUNT: tl.constexpr,

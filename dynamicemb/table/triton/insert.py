@@ -1,5 +1,7 @@
 """Place missing ids: every list of leaders has one owner, which gives them slots one after another."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from dynamicemb.table.triton.constants import (
     WORK_LENGTH,
 )
 from dynamicemb.table.triton.hashing import digest_of, group_of, mix
-from dynamicemb.table.triton.launch import launch, persistent_grid, power_of_two
+from dynamicemb.table.triton.launch import Launcher, power_of_two
 from dynamicemb.table.triton.missing import (
     LEADER_BUCKETS,
     LEADER_IDS,
@@ -65,14 +67,21 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
     bucket one for each slot, and 12 for each slot where the bucket is full or has erased slots; per leader 28 read and
     33 written, 24 more for a victim.
     """
+    launcher = index.prepared.get("insert") or index.prepared.setdefault("insert", _prepare(index))
+    launcher(
+        max(1, min(rows.numel(), launcher.fill)),
+        (rows, missing.amounts, missing.lists),
+        (missing.num_lists, missing.stride),
+    )
+
+
+def _prepare(index: Index) -> Launcher:
+    """Prepare launches for an index."""
     capacity = index.bucket_capacity
     tile = min(power_of_two(capacity), _TILE)
-    num_warps = max(1, min(4, tile // _SLOTS_PER_WARP))
-    grid = persistent_grid(rows.device, rows.numel(), num_warps)
-    args = (
+    stays = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.strategies,
-        index.times(), index.ttls if index.expires else index.clock, index.clock, rows, missing.amounts, missing.lists,
-        missing.num_lists, missing.stride,
+        index.times(), index.ttls if index.expires else index.clock, index.clock,
     )  # fmt: skip
     constants = {
         "BUCKET": capacity,
@@ -82,12 +91,12 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
         "EXPIRES": index.expires,
         "FUNCTION": None,
     }
-    if index.score_function is None:
-        launch(_insert_kernel, grid, args, constants, num_warps=num_warps)
-    else:
-        # Products are rounded before they are added, as on the CPU.
+    options: dict[str, Any] = {"num_warps": max(1, min(4, tile // _SLOTS_PER_WARP))}
+    if index.score_function is not None:
         constants["FUNCTION"] = compile_score(index.score_function)
-        launch(_insert_kernel, grid, args, constants, num_warps=num_warps, enable_fp_fusion=False)
+        # Products are rounded before they are added, as on the CPU.
+        options["enable_fp_fusion"] = False
+    return Launcher(index.keys.device, _insert_kernel, constants, stays, **options)
 
 
 @triton.jit
@@ -347,6 +356,11 @@ def _take(
 
 @triton.jit(do_not_specialize=["lists_in_all", "stride"])
 def _insert_kernel(
+    out_ptr,
+    amounts_ptr,
+    lists_ptr,
+    lists_in_all,
+    stride,
     keys_ptr,
     digests_ptr,
     scores_ptr,
@@ -357,11 +371,6 @@ def _insert_kernel(
     stamps_ptr,
     ttls_ptr,
     clock_ptr,
-    out_ptr,
-    amounts_ptr,
-    lists_ptr,
-    lists_in_all,
-    stride,
     BUCKET: tl.constexpr,
     TILE: tl.constexpr,
     COUNTING: tl.constexpr,

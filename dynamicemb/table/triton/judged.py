@@ -53,12 +53,12 @@ class Judged:
 
     def lost(self) -> torch.Tensor:
         """Return ``LOST``."""
-        end = self.lists.places.end
+        end = self.lists.end
         return self.lists.scratch[end : end + self.lists.num_ids]
 
     def slots(self) -> torch.Tensor:
         """Return ``SLOTS``."""
-        begin = self.lists.places.end + self.lists.stride
+        begin = self.lists.end + self.lists.stride
         return self.lists.scratch[begin : begin + self.lists.num_ids]
 
     def losers(self) -> Leaders:

@@ -6,8 +6,6 @@ order instead, where that is asked for. ``insert`` places them. ``settle`` gives
 got. No step needs the host. A hot new id costs its bucket one entry, however often it occurs.
 """
 
-import functools
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,35 +43,23 @@ OUTCOMES = tl.constexpr(12)
 VICTIM_STAMPS = tl.constexpr(13)
 
 
-class _Places(NamedTuple):
-    """Where each part of the scratch memory begins, in words of 4 bytes, all multiples of 4; ``end`` is the size."""
-
-    amounts: int
-    claims: int
-    heads: int
-    lengths: int
-    leader_ids: int
-    victim_ids: int
-    victim_scores: int
-    leader_tables: int
-    leader_buckets: int
-    positions: int
-    next: int
-    work: int
-    leader_rows: int
-    outcomes: int
-    victim_stamps: int
-    end: int
-
-
-_PART_DTYPES = (torch.int64, *[torch.int32] * 3, *[torch.int64] * 3, *[torch.int32] * 7, torch.int64)
-
-
-@functools.lru_cache(maxsize=64)
-def _places(stride: int, num_claims: int, num_lists: int, counts: bool, stamps: bool) -> _Places:
-    sizes = [2 * num_claims if counts else 0, num_claims, num_lists, _NUM_LENGTHS]
-    sizes += [*[2 * stride] * 3, *[stride] * 7, 2 * stride if stamps else 0]
-    return _Places(*itertools.accumulate(sizes, initial=0))
+# Words of all parts for each of ``Missing.stride``, without and with the last one.
+_WORDS = VICTIM_STAMPS.value
+_WORDS_WITH_STAMPS = _WORDS + 2
+# The same by name, and what they hold.
+_LISTED = {
+    "leader_ids": (LEADER_IDS.value, torch.int64),
+    "victim_ids": (VICTIM_IDS.value, torch.int64),
+    "victim_scores": (VICTIM_SCORES.value, torch.int64),
+    "leader_tables": (LEADER_TABLES.value, torch.int32),
+    "leader_buckets": (LEADER_BUCKETS.value, torch.int32),
+    "positions": (POSITIONS.value, torch.int32),
+    "next": (NEXT.value, torch.int32),
+    "work": (WORK.value, torch.int32),
+    "leader_rows": (LEADER_ROWS.value, torch.int32),
+    "outcomes": (OUTCOMES.value, torch.int32),
+    "victim_stamps": (VICTIM_STAMPS.value, torch.int64),
+}
 
 
 class Leaders(NamedTuple):
@@ -122,24 +108,28 @@ class Missing:
 
     Attributes:
         scratch: i32, all of it. The first ``num_zeros`` words must start at 0, those up to ``num_filled`` at -1.
-        places: where the parts begin.
         num_ids: N.
         stride: N rounded up to a multiple of 4.
         num_claims: a power of two >= 2N.
         num_lists: a power of two.
         ordered: leaders are the first occurrences of their ids and are placed in batch order.
+        has_stamps: the last part is there.
+        num_zeros: words that start at 0: the amounts.
+        num_filled: words that start at a given value: amounts, claims, heads, lengths. The other parts are behind them.
         claims: as ``launch.carve`` returns parts: an address on a GPU.
         amounts: likewise.
         lists: likewise, where heads and all that follows begin.
     """
 
     scratch: torch.Tensor
-    places: _Places
     num_ids: int
     stride: int
     num_claims: int
     num_lists: int
     ordered: bool
+    has_stamps: bool
+    num_zeros: int
+    num_filled: int
     claims: Any
     amounts: Any
     lists: Any
@@ -159,13 +149,19 @@ class Missing:
         num_claims = max(4, power_of_two(2 * num_ids))
         num_lists = _num_lists(index, num_claims)
         stride = (num_ids + 3) // 4 * 4
-        counts = index.counting != COUNT_NONE
-        places = _places(stride, num_claims, num_lists, counts, index.has_stamps)
-        scratch = torch.empty(places.end, dtype=torch.int32, device=index.keys.device)
-        claims = carve(scratch, places.claims, num_claims, torch.int32)
-        amounts = carve(scratch, places.amounts, num_claims if counts else 0, torch.int64)
-        lists = carve(scratch, places.heads, places.end - places.heads, torch.int32)
-        return cls(scratch, places, num_ids, stride, num_claims, num_lists, ordered, claims, amounts, lists)
+        has_stamps = index.has_stamps
+        num_zeros = 0 if index.counting == COUNT_NONE else 2 * num_claims
+        heads = num_zeros + num_claims
+        num_filled = heads + num_lists + _NUM_LENGTHS
+        end = num_filled + (_WORDS_WITH_STAMPS if has_stamps else _WORDS) * stride
+        scratch = torch.empty(end, dtype=torch.int32, device=index.keys.device)
+        claims = carve(scratch, num_zeros, num_claims, torch.int32)
+        amounts = carve(scratch, 0, num_zeros // 2, torch.int64)
+        lists = carve(scratch, heads, end - heads, torch.int32)
+        return cls(
+            scratch, num_ids, stride, num_claims, num_lists, ordered, has_stamps, num_zeros, num_filled, claims,
+            amounts, lists,
+        )  # fmt: skip
 
     def beside(self, index: Index, num_more: int) -> "Missing":
         """Return lists for the same leaders by the buckets of another index, filled; claims and amounts are shared.
@@ -175,11 +171,14 @@ class Missing:
             num_more: words of scratch memory behind all parts.
         """
         num_lists = _num_lists(index, self.num_claims)
-        places = _places(self.stride, 0, num_lists, False, False)
-        scratch = torch.empty(places.end + num_more, dtype=torch.int32, device=self.scratch.device)
-        scratch[: places.leader_ids] = -1
-        lists = carve(scratch, 0, places.end, torch.int32)
-        return replace(self, scratch=scratch, places=places, num_lists=num_lists, lists=lists)
+        num_filled = num_lists + _NUM_LENGTHS
+        end = num_filled + _WORDS * self.stride
+        scratch = torch.empty(end + num_more, dtype=torch.int32, device=self.scratch.device)
+        scratch[:num_filled] = -1
+        lists = carve(scratch, 0, end, torch.int32)
+        beside = replace(self, scratch=scratch, num_lists=num_lists, lists=lists)
+        beside.has_stamps, beside.num_zeros, beside.num_filled = False, 0, num_filled
+        return beside
 
     def counting(self) -> "Missing":
         """Return the same with amounts, all 0, also where no table counts."""
@@ -206,26 +205,28 @@ class Missing:
         self.tensor("lengths", _NUM_LENGTHS)[MISSING_LENGTH] = self.num_ids - 1
 
     @property
-    def num_zeros(self) -> int:
-        """Words that start at 0: the amounts."""
-        return self.places.claims
-
-    @property
-    def num_filled(self) -> int:
-        """Words that start at a given value: amounts, claims, heads, lengths."""
-        return self.places.leader_ids
+    def end(self) -> int:
+        """Words of all parts."""
+        return self.num_filled + (_WORDS_WITH_STAMPS if self.has_stamps else _WORDS) * self.stride
 
     def tensor(self, part: str, count: int) -> torch.Tensor:
         """Return the first entries of a part as a tensor."""
-        dtype = _PART_DTYPES[_Places._fields.index(part)]
-        begin = getattr(self.places, part)
+        begin, dtype = self._begin(part)
         return self.scratch[begin : begin + count * (dtype.itemsize // 4)].view(dtype)
 
     def part(self, part: str) -> Any:
         """Return a part as kernels take it."""
-        number = _Places._fields.index(part)
-        begin, dtype = self.places[number], _PART_DTYPES[number]
-        return carve(self.scratch, begin, (self.places[number + 1] - begin) // (dtype.itemsize // 4), dtype)
+        begin, dtype = self._begin(part)
+        return carve(self.scratch, begin, _NUM_LENGTHS if part == "lengths" else self.stride, dtype)
+
+    def _begin(self, part: str) -> tuple[int, torch.dtype]:
+        """Return the first word of a part, and what it holds."""
+        if part in _LISTED:
+            number, dtype = _LISTED[part]
+            return self.num_filled + number * self.stride, dtype
+        if part == "lengths":
+            return self.num_filled - _NUM_LENGTHS, torch.int32
+        return (0, torch.int64) if part == "amounts" else (self.num_zeros, torch.int32)
 
     def entries(self) -> Any:
         """Return where the missing occurrences are noted, i64 ``[N]``: before there are victims, in their place."""
@@ -238,7 +239,10 @@ class Missing:
 
 
 def _num_lists(index: Index, num_claims: int) -> int:
-    return max(4, min(num_claims, power_of_two(index.num_slots // index.bucket_capacity)))
+    lists: int | None = index.prepared.get("lists")
+    if lists is None:
+        lists = index.prepared["lists"] = power_of_two(index.num_slots // index.bucket_capacity)
+    return max(4, min(num_claims, lists))
 
 
 @triton.jit

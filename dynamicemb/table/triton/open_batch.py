@@ -12,7 +12,7 @@ from dynamicemb.table.stepping.results import OpenBatch
 from dynamicemb.table.triton.advance import advance_clock
 from dynamicemb.table.triton.constants import CLAMPED, NUM_TALLIES
 from dynamicemb.table.triton.counting import count_by_table
-from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
+from dynamicemb.table.triton.launch import Launcher, cdiv, padded_tables
 from dynamicemb.table.triton.missing import Missing
 
 # Offsets of a program times tables, and words of scratch memory that it fills at a time.
@@ -58,32 +58,39 @@ def open_batch(
     pooled = layout.pooling != POOLING_NONE
     ranges = torch.empty(num_tables + 1, dtype=torch.int64, device=device)
     safe = torch.empty_like(offsets) if pooled else ranges
-    missing, strategy, touches = None, -1, (offsets,) * 4
+    missing = None
+    if lag is not None:
+        assert isinstance(index, Index)
+        missing = Missing.allocate(index, num_ids, deterministic)
+    num_zeros, num_words = (0, 0) if missing is None else (missing.num_zeros, missing.num_filled)
+    key = ("open_batch", pooled, missing is None)
+    launcher = index.prepared.get(key) or index.prepared.setdefault(key, _prepare(index, pooled, missing is not None))
+    block = max(32, _TILE // padded_tables(num_tables + 1))
+    launcher(
+        max(cdiv(num_offsets, block), cdiv(num_words, _FILL)),
+        (offsets, layout.table_features, ranges, safe, ranges if missing is None else missing.scratch),
+        (num_offsets, num_ids, layout.batch_size, lag or 0, 0 if device.type == "cuda" else time.time_ns(), num_zeros,
+         num_words),
+    )  # fmt: skip
+    return OpenBatch(safe, ranges, missing)
+
+
+def _prepare(index: Residents, pooled: bool, is_step: bool) -> Launcher:
+    """Prepare launches for an index, with and without pooling, for a step or an evaluation."""
+    touches, num_tables, device = (index.bucket_offsets,) * 4, index.num_tables, index.keys.device
     if isinstance(index, Index):
         touches = (index.tallies, index.clock, index.score_values, index.strategies)
-        if lag is not None:
-            missing, strategy = Missing.allocate(index, num_ids, deterministic), index.strategy
-    assert lag is None or missing is not None
     tables = padded_tables(num_tables + 1)
-    block = max(32, _TILE // tables)
-    num_zeros, num_words = (0, 0) if missing is None else (missing.num_zeros, missing.num_filled)
-    args = (
-        offsets, layout.table_features, *touches, ranges, safe, ranges if missing is None else missing.scratch,
-        num_offsets, num_ids, layout.batch_size, num_tables, lag or 0,
-        0 if device.type == "cuda" else time.time_ns(), num_zeros, num_words,
-    )  # fmt: skip
     constants = {
         "POOLED": pooled,
         "TALLIES": isinstance(index, Index),
-        "STRATEGY": strategy,
+        "STRATEGY": index.strategy if is_step and isinstance(index, Index) else -1,
         "DEVICE_TIME": device.type == "cuda",
         "TABLES": tables,
-        "BLOCK": block,
+        "BLOCK": max(32, _TILE // tables),
         "FILL": _FILL,
     }
-    grid = (max(cdiv(num_offsets, block), cdiv(num_words, _FILL)),)
-    launch(_open_kernel, grid, args, constants, num_warps=4)
-    return OpenBatch(safe, ranges, missing)
+    return Launcher(device, _open_kernel, constants, (*touches, num_tables), num_warps=4)
 
 
 @triton.jit
@@ -115,21 +122,21 @@ def count_wrong(
 def _open_kernel(
     offsets_ptr,
     table_features_ptr,
-    tallies_ptr,
-    clock_ptr,
-    score_values_ptr,
-    strategies_ptr,
     ranges_ptr,
     safe_ptr,
     scratch_ptr,
     num_offsets,
     num_ids,
     batch_size,
-    num_tables,
     lag,
     host_time,
     num_zeros,
     num_words,
+    tallies_ptr,
+    clock_ptr,
+    score_values_ptr,
+    strategies_ptr,
+    num_tables,
     POOLED: tl.constexpr,
     TALLIES: tl.constexpr,
     STRATEGY: tl.constexpr,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynamicemb.table.layout import POOLING_MEAN, FeatureLayout
 from dynamicemb.table.rows import RowStore
-from dynamicemb.table.triton.launch import cdiv, launch, persistent_grid
+from dynamicemb.table.triton.launch import Launcher, cdiv, launch
 from dynamicemb.table.triton.rows import (
     TRITON_DTYPES,
     RowShape,
@@ -33,12 +33,6 @@ def rows_at_once(shape: RowShape, tile: int = _POOL_TILE) -> int:
 def pool_warps(shape: RowShape, tile: int = _POOL_TILE) -> int:
     """Return the warps of a program that pools: 32 values a lane."""
     return max(1, min(8, rows_at_once(shape, tile) * shape.block_dim // 1024))
-
-
-def bags_each(device: torch.device, num_bags: int, num_warps: int, most: int) -> int:
-    """Return how many bags a program takes: ``most``, but fewer where programs would run short."""
-    waves = num_bags // (2 * persistent_grid(device, num_bags, num_warps)[0])
-    return max(1, min(most, waves))
 
 
 def pool(
@@ -71,46 +65,40 @@ def pool(
 
     Host sync: none. Bytes moved: N * D * weight size + B * total_D * output size + 4 N (8 N weighted).
     """
-    shape = row_shape(store)
     out = torch.empty(layout.batch_size, layout.width, dtype=output_dtype, device=rows.device)
     if out.numel() == 0:
         return out
-    num_bags, warps = offsets.numel() - 1, pool_warps(shape)
-    each = bags_each(rows.device, num_bags, warps, _MOST_BAGS)
-    launch(
-        _pool_kernel,
-        (cdiv(num_bags, each),),
-        (
-            rows.contiguous(),
-            offsets.contiguous(),
-            layout.feature_tables,
-            layout.column_offsets,
-            rows if per_sample_weights is None else per_sample_weights.contiguous(),
-            missing_values,
-            out,
-            store.chunk_bases,
-            store.row_bytes,
-            store.dims,
-            num_bags,
-            each,
-            layout.batch_size,
-            layout.width,
-            store.chunk_shift,
-        ),
-        {
-            "DIM": shape.dim,
-            "BLOCK_DIM": shape.block_dim,
-            "ROW_BYTES": shape.row_bytes,
-            "WEIGHT": shape.weight,
-            "ALIGNMENT": shape.alignment,
-            "MEAN": layout.pooling == POOLING_MEAN,
-            "WEIGHTED": per_sample_weights is not None,
-            "AT_ONCE": rows_at_once(shape),
-            "OUTPUT": TRITON_DTYPES[output_dtype],
-        },
-        num_warps=warps,
-    )
+    key = ("pool", output_dtype, layout.pooling, per_sample_weights is not None)
+    launcher, each = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, *key[1:]))
+    num_bags = offsets.numel() - 1
+    # Fewer bags for each program where programs would run short.
+    each = max(1, min(each, num_bags // (2 * launcher.fill)))
+    launcher(
+        cdiv(num_bags, each),
+        (rows.contiguous(), offsets.contiguous(), layout.feature_tables, layout.column_offsets,
+         rows if per_sample_weights is None else per_sample_weights.contiguous(), missing_values, out,
+         store.chunk_bases),
+        (num_bags, each, layout.batch_size, layout.width),
+    )  # fmt: skip
     return out
+
+
+def _prepare(store: RowStore, output_dtype: torch.dtype, pooling: int, is_weighted: bool) -> tuple[Launcher, int]:
+    """Prepare launches for a store; also return how many bags a program takes at most."""
+    shape = row_shape(store)
+    constants = {
+        "DIM": shape.dim,
+        "BLOCK_DIM": shape.block_dim,
+        "ROW_BYTES": shape.row_bytes,
+        "WEIGHT": shape.weight,
+        "ALIGNMENT": shape.alignment,
+        "MEAN": pooling == POOLING_MEAN,
+        "WEIGHTED": is_weighted,
+        "AT_ONCE": rows_at_once(shape),
+        "OUTPUT": TRITON_DTYPES[output_dtype],
+    }
+    stays = (store.row_bytes, store.dims, store.chunk_shift)
+    return Launcher(store.device, _pool_kernel, constants, stays, num_warps=pool_warps(shape)), _MOST_BAGS
 
 
 @triton.jit
@@ -209,12 +197,12 @@ def _pool_kernel(
     missing_values_ptr,
     out_ptr,
     chunk_bases_ptr,
-    row_bytes_ptr,
-    dims_ptr,
     num_bags,
     each,
     batch_size,
     width,
+    row_bytes_ptr,
+    dims_ptr,
     chunk_shift,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,

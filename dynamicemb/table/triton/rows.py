@@ -5,7 +5,6 @@ both ways, because Triton's interpreter truncates where the GPU rounds.
 """
 
 import math
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -46,10 +45,6 @@ class RowShape(NamedTuple):
     weight_bytes: int
 
 
-# A store's formats never change; walking a hundred of them costs more than a launch.
-_shapes: "weakref.WeakKeyDictionary[RowStore, RowShape]" = weakref.WeakKeyDictionary()
-
-
 def _shape_of(formats: list[tuple[int, int, int]], dtype: torch.dtype) -> RowShape:
     dims, sizes, offsets = (set(column) for column in zip(*formats))
     return RowShape(
@@ -68,13 +63,12 @@ def _shape_of(formats: list[tuple[int, int, int]], dtype: torch.dtype) -> RowSha
 
 def row_shape(store: RowStore) -> RowShape:
     """Return what the kernels of a store are compiled for."""
-    # A view lives as long as a lookup.
-    store = store.origin or store
-    shape = _shapes.get(store)
+    # A store's formats never change; walking a hundred of them costs more than a launch.
+    shape: RowShape | None = store.prepared.get("shape")
     if shape is None:
         dtype = store.dtype
         shape = _shape_of([(f.dim, f.num_bytes(dtype), f.state_offset(dtype)) for f in store.formats], dtype)
-        _shapes[store] = shape
+        store.prepared["shape"] = shape
     return shape
 
 

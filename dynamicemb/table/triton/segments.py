@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stepping.gradients import Gradients
-from dynamicemb.table.triton.launch import FULL_PROCESSOR, cdiv, launch
+from dynamicemb.table.triton.launch import FULL_PROCESSOR, Launcher, cdiv
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
 
 # Occurrences of a segment that one program sums; a longer segment is cut into so long pieces, counted from its start.
@@ -90,27 +90,20 @@ def group_by_row(store: RowStore, gradients: Gradients, counts: Any = None, word
         counts = torch.zeros(3, dtype=torch.int32, device=device)
         words = torch.empty(3 * (num + most_long), dtype=torch.int64, device=device)
     ordered, order = torch.sort(rows, stable=True)
-    launch(
-        _group_kernel,
-        (cdiv(num, _BLOCK),),
-        (
-            ordered,
-            order,
-            gradients.table_ranges,
-            store.chunk_bases,
-            store.row_bytes,
-            counts,
-            words,
-            num,
-            most_long,
-            store.num_tables,
-            store.chunk_shift,
-        ),
-        {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK},
-        num_warps=_WARPS,
-        maxnreg=FULL_PROCESSOR,
+    launcher = store.prepared.get("segments") or store.prepared.setdefault("segments", _prepare(store))
+    launcher(
+        cdiv(num, _BLOCK),
+        (ordered, order, gradients.table_ranges, store.chunk_bases, counts, words),
+        (num, most_long),
     )
     return Groups(order, counts, words, most_long)
+
+
+def _prepare(store: RowStore) -> Launcher:
+    """Prepare launches for a store."""
+    constants = {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK}
+    stays = (store.row_bytes, store.num_tables, store.chunk_shift)
+    return Launcher(store.device, _group_kernel, constants, stays, num_warps=_WARPS, maxnreg=FULL_PROCESSOR)
 
 
 @triton.jit
@@ -169,11 +162,11 @@ def _group_kernel(
     order_ptr,
     table_ranges_ptr,
     chunk_bases_ptr,
-    row_bytes_ptr,
     counts_ptr,
     words_ptr,
     num,
     most_long,
+    row_bytes_ptr,
     num_tables,
     chunk_shift,
     ROW_BYTES: tl.constexpr,

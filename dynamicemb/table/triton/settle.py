@@ -18,8 +18,10 @@ from dynamicemb.table.triton.constants import (
 )
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.hashing import table_of
-from dynamicemb.table.triton.launch import cdiv, launch, padded_tables
+from dynamicemb.table.triton.launch import Launcher, cdiv, padded_tables
 from dynamicemb.table.triton.missing import LEADER_TABLES, OUTCOMES, Missing, lengths_of, list_part
+
+_BLOCK = 1024
 
 
 def settle(
@@ -44,20 +46,24 @@ def settle(
     Host sync: none. Bytes moved: 4 per occurrence, 12 more per occurrence of a missing id; 4 per occurrence for the
     staged ones.
     """
-    block = 1024
     staged = None if first_staged is None else torch.empty_like(rows)
-    args = (
-        rows, missing.claims, missing.lists, table_ranges, touches.tallies, rows if staged is None else staged,
-        missing.num_lists, missing.stride, rows.numel(), touches.num_tables, first_staged or 0,
-    )  # fmt: skip
-    constants = {
-        "EXPIRES": touches.expires,
-        "STAGED": staged is not None,
-        "TABLES": padded_tables(touches.num_tables),
-        "BLOCK": block,
-    }
-    launch(_settle_kernel, (cdiv(rows.numel(), block),), args, constants, num_warps=4)
+    key = ("settle", staged is not None)
+    launcher = touches.prepared.get(key) or touches.prepared.setdefault(key, _prepare(touches, staged is not None))
+    launcher(
+        cdiv(rows.numel(), _BLOCK),
+        (rows, missing.claims, missing.lists, table_ranges, rows if staged is None else staged),
+        (missing.num_lists, missing.stride, rows.numel(), first_staged or 0),
+    )
     return staged
+
+
+def _prepare(touches: Touches, is_staged: bool) -> Launcher:
+    """Prepare launches for an index."""
+    constants = {
+        "EXPIRES": touches.expires, "STAGED": is_staged, "TABLES": padded_tables(touches.num_tables), "BLOCK": _BLOCK
+    }  # fmt: skip
+    stays = (touches.tallies, touches.num_tables)
+    return Launcher(touches.tallies.device, _settle_kernel, constants, stays, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["num_lists", "stride", "num_ids", "num_tables", "first_staged"])
@@ -66,13 +72,13 @@ def _settle_kernel(
     claims_ptr,
     lists_ptr,
     table_ranges_ptr,
-    tallies_ptr,
     staged_ptr,
     num_lists,
     stride,
     num_ids,
-    num_tables,
     first_staged,
+    tallies_ptr,
+    num_tables,
     EXPIRES: tl.constexpr,
     STAGED: tl.constexpr,
     TABLES: tl.constexpr,

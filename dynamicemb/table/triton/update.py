@@ -1,6 +1,5 @@
 """Sum the gradients of each row and apply the optimizer to it."""
 
-from typing import Any
 
 import torch
 import triton
@@ -10,8 +9,8 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
-from dynamicemb.table.triton.launch import launch, persistent_grid
-from dynamicemb.table.triton.rows import TRITON_DTYPES, RowShape, row_shape, stream_float
+from dynamicemb.table.triton.launch import Launcher
+from dynamicemb.table.triton.rows import TRITON_DTYPES, row_shape, stream_float
 from dynamicemb.table.triton.rules import Rule, close_rows, open_rows, step_constants
 from dynamicemb.table.triton.segments import (
     FEW,
@@ -31,14 +30,8 @@ _PIECE = tl.constexpr(PIECE)
 _WAVES = 4
 # Values of a tile of whole segments.
 _FEW_TILE = 256
-# Values of a tile of partial sums, and its warps: with one 19 us for 2,440 segments on an H200, with two 36, four 24.
+# Values of a tile of partial sums. With one warp 2,440 segments take 19 us on an H200, with two 36, with four 24.
 _COMBINE_TILE = 2048
-_COMBINE_WARPS = 1
-
-
-def _grid(device: torch.device, most: int, warps: int) -> tuple[int]:
-    (programs,) = persistent_grid(device, most, warps)
-    return (min(most, programs * _WAVES) if device.type == "cuda" else programs,)
 
 
 def update(
@@ -73,79 +66,55 @@ def update(
     stochastic = spec.stochastic_rounding and store.dtype != torch.float32
     if stochastic and table_keys is None:
         raise ValueError("table_keys: stochastic rounding needs the random key of each table, got None")
-    shape = row_shape(store)
-    num = gradients.rows.numel()
+    num, values = gradients.rows.numel(), gradients.values
     few = num <= MOST_RANKED
-    scratch = Scratch.allocate(gradients, shape.block_dim)
+    scratch = Scratch.allocate(gradients, row_shape(store).block_dim)
     begin_update(store, gradients, clock, scratch, few)
     if num == 0:
         return
+    num_windows = most_long_segments(num)
     if few:
-        groups = Groups(scratch.order, scratch.counts, scratch.words, most_long_segments(num))
+        groups = Groups(scratch.order, scratch.counts, scratch.words, num_windows)
     else:
         groups = group_by_row(store, gradients, scratch.counts, scratch.words)
-    num_windows = most_long_segments(num)
+    places, scales = scratch.places, scratch.scales
+    key = ("update", Rule.of(spec, stochastic), values.dtype, places is not None, scales is not None)
+    units, combine = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, *key[1:]))
+    listed = (groups.order, groups.counts, groups.words)
     common = (
-        gradients.ids,
-        clock if table_keys is None else table_keys,
-        clock,
-        learning_rate,
-        store.dims,
-        store.state_offsets,
-        scratch.partials,
-        num_windows,
+        gradients.ids, clock if table_keys is None else table_keys, clock, learning_rate, scratch.partials
+    )  # fmt: skip
+    units(
+        min(num, units.fill * _WAVES),
+        (values, groups.order if places is None else places, values if scales is None else scales, *listed, *common),
+        (num, num_windows),
     )
-    rule = Rule.of(spec, stochastic)
-    _launch_units(groups, gradients.values, scratch, common, (rule, shape))
     if num > PIECE:
-        warps = min(8, max(_COMBINE_WARPS, shape.block_dim // 256))
-        launch(
-            _combine_kernel,
-            _grid(gradients.ids.device, num_windows, warps),
-            (gradients.ids, groups.order, groups.counts, groups.words, num, groups.most_long, *common[1:]),
-            {"RULE": rule, "ROW": shape, "AT_ONCE": max(4, min(32, _COMBINE_TILE // shape.block_dim))},
-            num_warps=warps,
-            # The CPU twin rounds every product too.
-            enable_fp_fusion=False,
-        )
+        combine(min(num_windows, combine.fill * _WAVES), (*listed, *common), (num, groups.most_long, num_windows))
 
 
-def _launch_units(
-    groups: Groups,
-    grad: torch.Tensor,
-    scratch: Scratch,
-    common: tuple[Any, ...],
-    compiled_for: tuple[Rule, RowShape],
-) -> None:
-    """Sum the units, apply whole segments."""
-    rule, shape = compiled_for
-    num, block_dim = common[0].numel(), shape.block_dim
-    warps = max(1, min(8, block_dim // 256))
-    pooled, scaled = scratch.places is not None, scratch.scales is not None
-    launch(
-        _update_kernel,
-        _grid(grad.device, num, warps),
-        (
-            grad,
-            groups.order,
-            groups.counts,
-            groups.words,
-            scratch.places if pooled else groups.order,
-            scratch.scales if scaled else grad,
-            num,
-            *common,
-        ),
-        {
-            "RULE": rule,
-            "ROW": shape,
-            "GRADIENT": TRITON_DTYPES[grad.dtype],
-            "POOLED": pooled,
-            "SCALED": scaled,
-            "AT_ONCE": max(4, min(16, 1024 // block_dim)),
-            "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
-        },
-        num_warps=warps,
-        enable_fp_fusion=False,
+def _prepare(
+    store: RowStore, rule: Rule, gradient: torch.dtype, is_placed: bool, is_scaled: bool
+) -> tuple[Launcher, Launcher]:
+    """Prepare launches of both kernels for a store."""
+    shape, device = row_shape(store), store.device
+    block_dim = shape.block_dim
+    stays = (store.dims, store.state_offsets)
+    units = {
+        "RULE": rule,
+        "ROW": shape,
+        "GRADIENT": TRITON_DTYPES[gradient],
+        "POOLED": is_placed,
+        "SCALED": is_scaled,
+        "AT_ONCE": max(4, min(16, 1024 // block_dim)),
+        "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
+    }
+    combine = {"RULE": rule, "ROW": shape, "AT_ONCE": max(4, min(32, _COMBINE_TILE // block_dim))}
+    # The CPU twin rounds every product too.
+    options = {"num_warps": max(1, min(8, block_dim // 256)), "enable_fp_fusion": False}
+    return (
+        Launcher(device, _update_kernel, units, stays, **options),
+        Launcher(device, _combine_kernel, combine, stays, **options),
     )
 
 
@@ -251,20 +220,20 @@ def _update_few(
 @triton.jit(do_not_specialize=["num", "num_windows"])
 def _update_kernel(
     grad_ptr,
+    places_ptr,
+    scales_ptr,
     order_ptr,
     counts_ptr,
     words_ptr,
-    places_ptr,
-    scales_ptr,
-    num,
     ids_ptr,
     keys_ptr,
     clock_ptr,
     learning_rate_ptr,
+    partials_ptr,
+    num,
+    num_windows,
     dims_ptr,
     state_offsets_ptr,
-    partials_ptr,
-    num_windows,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -288,19 +257,19 @@ def _update_kernel(
 
 @triton.jit(do_not_specialize=["num", "most_long", "num_windows"])
 def _combine_kernel(
-    ids_ptr,
     order_ptr,
     counts_ptr,
     words_ptr,
-    num,
-    most_long,
+    ids_ptr,
     keys_ptr,
     clock_ptr,
     learning_rate_ptr,
+    partials_ptr,
+    num,
+    most_long,
+    num_windows,
     dims_ptr,
     state_offsets_ptr,
-    partials_ptr,
-    num_windows,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
     AT_ONCE: tl.constexpr,
