@@ -1,7 +1,6 @@
 """The autograd function around a lookup: its output forward, the training of its rows backward."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class LookupFunction(torch.autograd.Function):
         group, placed = ctx.group, ctx.placed
         training = placed.training
         ids, *weights = ctx.saved_tensors
-        lookup = replace(placed.lookup, ids=ids, per_sample_weights=weights[0] if weights else None)
+        lookup = placed.lookup._replace(ids=ids, per_sample_weights=weights[0] if weights else None)
         grad = (grad if grad.layout == torch.strided else grad.to_dense()).contiguous()
         # Whoever keeps the graph may come again; then the step ends with the graph. AOTAutograd asks the same.
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()

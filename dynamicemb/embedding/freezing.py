@@ -10,8 +10,12 @@ def frozen_among(holders: list[nn.Module]) -> tuple[int, ...]:
     Args:
         holders: per table, the module that has its ``weight``. It is asked each time, for a parameter may be replaced.
     """
-    weights = [holder._parameters.get("weight") for holder in holders]
-    return tuple(t for t, weight in enumerate(weights) if weight is not None and not weight.requires_grad)
+    frozen: tuple[int, ...] = ()
+    for t, holder in enumerate(holders):
+        weight = holder._parameters.get("weight")
+        if weight is not None and not weight.requires_grad:
+            frozen += (t,)
+    return frozen
 
 
 def holders_alone(holders: list[nn.Module]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Check and canonicalise what users pass to a lookup; nothing changes before everything is checked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ COUNT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_FREQUENCY = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A checked batch.
 
     Attributes:
@@ -41,6 +40,8 @@ def check_ids(ids: torch.Tensor, device: torch.device, name: str = "indices") ->
         TypeError: not a tensor of int64, int32 or uint64.
         ValueError: not one-dimensional, or on another device.
     """
+    if _is_plain(ids, torch.int64, device):
+        return ids
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(ids).__name__}; pass torch.tensor(ids)")
     if ids.dtype not in _ID_DTYPES:
@@ -120,6 +121,22 @@ def check_batch(
     return Batch(ids, offsets, batch_size, per_sample_weights, frequency_counters, as_weights)
 
 
+def _is_plain(tensor: object, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether something is a dense contiguous tensor of one dimension, with this dtype and device.
+
+    Nearly all arguments are. One question costs the host less than a check of each property, and a conversion of a
+    tensor to the dtype that it has costs as much as a launch.
+    """
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and tensor.dim() == 1
+        and tensor.device == device
+        and tensor.is_contiguous()
+    )
+
+
 def _check_shape(tensor: torch.Tensor, device: torch.device, name: str, size: int | None = None) -> None:
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}; use {name}.to_dense()")
@@ -189,6 +206,8 @@ def asks_to_freeze(feature_requires_grad: torch.Tensor) -> bool:
 
 
 def _check_offsets(offsets: torch.Tensor, num_ids: int, num_features: int, device: torch.device) -> torch.Tensor:
+    if _is_plain(offsets, torch.int64, device) and offsets.numel() > 0 and (offsets.numel() - 1) % num_features == 0:
+        return offsets
     if not isinstance(offsets, torch.Tensor):
         raise TypeError(f"offsets must be a tensor, got {type(offsets).__name__}; pass torch.tensor(offsets)")
     if offsets.dtype not in _OFFSET_DTYPES:

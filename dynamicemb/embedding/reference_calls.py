@@ -1,7 +1,6 @@
 """Methods and arguments for callers of the reference implementation: most have nothing to do here, and say so once."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -99,7 +98,7 @@ class ReferenceCalls:
         """
         batch, _ = self._checked(indices, offsets, None, frequency_counters)
         if not self._group.counts_occurrences:
-            batch = replace(batch, frequencies=None)
+            batch = batch._replace(frequencies=None)
         self._check_arguments(batch)
         check_batch_sizes(batch_size_per_feature_per_rank, self.feature_num, batch.batch_size)
         self._say_once("prefetch", f"prefetch() has no effect: {_PREFETCH}; leave the call out")

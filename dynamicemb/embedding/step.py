@@ -10,8 +10,7 @@
 An evaluation is placed and read, and needs no decision. Plans are placed in the order in which they were decided.
 """
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,8 +36,7 @@ class OptimizerOwner(Protocol):
         """Return the tables that are not trained."""
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """What a lookup that trains keeps for its backward.
 
     Attributes:
@@ -52,8 +50,7 @@ class Training:
     frozen: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A training batch whose lookup may begin.
 
     Attributes:
@@ -69,8 +66,7 @@ class Plan:
     lag: int
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A lookup whose occurrences have rows.
 
     Attributes:
@@ -88,8 +84,7 @@ class Placed:
     staged: Staged | None = None
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """How rows become an output.
 
     Attributes:
@@ -190,7 +185,7 @@ def train(group: TableGroup, placed: Placed, gradients: Gradients) -> None:
     if len(frozen) == len(group.names):
         return
     if frozen:
-        gradients = replace(gradients, rows=rows_without(gradients.rows, gradients.table_ranges, frozen))
+        gradients = gradients._replace(rows=rows_without(gradients.rows, gradients.table_ranges, frozen))
     group.update(training.owner.optimizer_settings.hand_on(), gradients)
 
 

@@ -1,7 +1,6 @@
 """The tables of one module, fused in one index: find, insert, erase, export, statistics."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -288,9 +287,9 @@ class TableGroup(GroupContents):
             step: the last step that had begun at the time of the lookup.
         """
         found = self.find(lookup.ids, lookup.table_ranges)
-        present = replace(lookup, rows=torch.where(found == lookup.rows, lookup.rows, -1))
+        present = lookup._replace(rows=torch.where(found == lookup.rows, lookup.rows, -1))
         replaced = self.steps.replaced_since(step)
-        return replace(present, rows=rows_without(present.rows, lookup.table_ranges, replaced)) if replaced else present
+        return present._replace(rows=rows_without(present.rows, lookup.table_ranges, replaced)) if replaced else present
 
     def count_dropped(self, lookup: Lookup, present: Lookup) -> None:
         """Count the occurrences of a lookup that have no row in ``present``, which ``still_owned`` returned for it."""

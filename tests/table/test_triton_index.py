@@ -216,8 +216,9 @@ def test_many_buckets_share_the_lists_of_a_small_batch(backend: str, on_gpu: boo
         twins.assert_equal()
 
 
+@pytest.mark.parametrize(("stage", "deterministic"), [("insert", True), ("insert_missing", False)])
 def test_a_call_cut_short_leaves_nothing_in_the_next_ones_way(
-    backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch, stage: str, deterministic: bool
 ) -> None:
     module = sys.modules["dynamicemb.table.triton.find_or_insert"]
     twins = Twins(torch.device("cuda" if on_gpu else "cpu"), [64], 16, SCORE_STEP)
@@ -228,9 +229,9 @@ def test_a_call_cut_short_leaves_nothing_in_the_next_ones_way(
         raise RuntimeError("cut short")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "insert", fail)
+        patch.setattr(module, stage, fail)
         with pytest.raises(RuntimeError, match="cut short"):
-            twins.gpu.lookup(ids, table_ranges, None)
+            twins.gpu.lookup(ids, table_ranges, None, deterministic=deterministic)
     twins.copy_to_gpu()
     for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
         side.lookup(ids, table_ranges, None, **options)

@@ -267,7 +267,7 @@ def asked(index: Index, lookup: Lookup) -> Lookup:
     ids = torch.randint(-40, 40, (lookup.rows.numel(),))
     rows = cpu.find(index, ids, lookup.table_ranges, False)
     assert 0 < int((rows < 0).sum()) < rows.numel()
-    return replace(lookup, ids=ids, rows=rows)
+    return lookup._replace(ids=ids, rows=rows)
 
 
 @pytest.mark.parametrize("dim", DIMS)

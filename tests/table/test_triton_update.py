@@ -1,7 +1,6 @@
 """Triton's grouping and optimizer updates against their CPU twins."""
 
 import importlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -270,7 +269,7 @@ def test_grouping_finds_both_ends_of_segments_that_cross_blocks(kernels, device,
     num = sum(runs)
     rows = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))[torch.randperm(num)].int()
     ranges = torch.tensor([0, num, num])
-    check_grouping(device, store, replace(lookup, ids=rows.long(), rows=rows, table_ranges=ranges))
+    check_grouping(device, store, lookup._replace(ids=rows.long(), rows=rows, table_ranges=ranges))
 
 
 @pytest.mark.cuda

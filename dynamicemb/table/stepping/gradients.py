@@ -1,6 +1,6 @@
 """The gradients of a batch's occurrences, and the rows that they train."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -8,8 +8,7 @@ from dynamicemb.table.layout import POOLING_NONE, FeatureLayout
 from dynamicemb.table.stepping.lookup import Lookup
 
 
-@dataclass(frozen=True)
-class Bags:
+class Bags(NamedTuple):
     """Bags whose output has one gradient each, from which every occurrence takes its own.
 
     Attributes:
@@ -23,8 +22,7 @@ class Bags:
     per_sample_weights: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """What an update sums by row. An occurrence ``i`` of a table of dim D has the gradient
 
         ``values[places[i] : places[i] + D] * scales[i]``

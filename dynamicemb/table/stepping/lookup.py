@@ -1,15 +1,14 @@
 """What one lookup leaves behind for its backward."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from dynamicemb.table.layout import FeatureLayout
 
 
-@dataclass(frozen=True)
-class Lookup:
+class Lookup(NamedTuple):
     """The occurrences of one batch and the rows they read.
 
     Attributes:

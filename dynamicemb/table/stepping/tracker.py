@@ -45,6 +45,7 @@ class StepTracker:
         self._protect_steps = protect_steps
         # Per table, the last step whose rows are gone.
         self._replaced = [0] * num_tables
+        self._last_replaced = 0
         self._outstanding: set[int] = set()
         self._lock = threading.Lock()
         self._base = 0
@@ -59,6 +60,8 @@ class StepTracker:
 
     def oldest(self) -> int:
         """Return the number of the oldest step whose ids are protected."""
+        if len(self._outstanding) == 1 and self.current in self._outstanding:
+            return max(1, self.current - self._protect_steps)
         return max(1, min([*self._outstanding, self.current]) - self._protect_steps)
 
     def replace_rows(self, table: int) -> None:
@@ -67,12 +70,14 @@ class StepTracker:
         A step whose rows are gone from all tables is over: nothing of it can come any more.
         """
         with self._lock:
-            self._replaced[table] = self.current
+            self._replaced[table] = self._last_replaced = self.current
             # Of a copy: the garbage collector may end steps meanwhile.
             self._outstanding.difference_update(n for n in self.outstanding() if n <= min(self._replaced))
 
     def replaced_since(self, number: int) -> tuple[int, ...]:
         """Return the tables from which the rows of a step are gone."""
+        if number > self._last_replaced:
+            return ()
         return tuple(t for t, last in enumerate(self._replaced) if number <= last)
 
     def num_awaited(self, table: int) -> int:
@@ -93,6 +98,7 @@ class StepTracker:
         self._base = state["base"]
         self.current = state["current"]
         self._replaced = state["replaced"]
+        self._last_replaced = max(self._replaced, default=0)
 
     @property
     def num_outstanding(self) -> int:

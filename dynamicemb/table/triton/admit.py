@@ -150,7 +150,7 @@ def _ask(
 ) -> torch.Tensor:  # fmt: skip
     """Ask the user's strategy about the leaders; mark those that lost, and return who they are, ascending."""
     number = int(missing.tensor("lengths", MISSING_LENGTH + 1)[MISSING_LENGTH]) + 1
-    occurrences = missing.tensor("victim_ids", number) & 0xFFFFFFFF
+    occurrences = missing.tensor("missed", number) & 0xFFFFFFFF
     places = -2 - rows[occurrences].long()
     leads = missing.tensor("claims", missing.num_claims)[places] == occurrences
     positions, by_position = occurrences[leads].sort()

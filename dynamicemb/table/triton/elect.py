@@ -24,7 +24,7 @@ from dynamicemb.table.triton.missing import (
     noted,
 )
 
-_BLOCK = 64
+BLOCK = 64
 
 
 def elect(
@@ -50,7 +50,7 @@ def elect(
     key = ("elect", counts, frequencies is not None, missing.ordered, is_listing)
     launcher = index.prepared.get(key) or index.prepared.setdefault(key, _prepare(index, *key[1:]))
     launcher(
-        min(cdiv(ids.numel(), _BLOCK), launcher.fill),
+        min(cdiv(ids.numel(), BLOCK), launcher.fill),
         (ids, table_ranges, ids if frequencies is None else frequencies, rows, missing.claims, missing.amounts,
          missing.lists),
         (missing.num_claims - 1, missing.num_lists, missing.stride),
@@ -60,7 +60,7 @@ def elect(
 def _prepare(index: Index, counts: bool, has_frequencies: bool, ordered: bool, is_listing: bool) -> Launcher:
     """Prepare launches for an index."""
     constants = {
-        "COUNTS": counts, "HAS_FREQUENCIES": has_frequencies, "ORDERED": ordered, "LIST": is_listing, "BLOCK": _BLOCK
+        "COUNTS": counts, "HAS_FREQUENCIES": has_frequencies, "ORDERED": ordered, "LIST": is_listing, "BLOCK": BLOCK
     }  # fmt: skip
     return Launcher(index.keys.device, _elect_kernel, constants, (index.bucket_offsets,), num_warps=1)
 
@@ -128,6 +128,29 @@ def push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, str
             tl.store(list_part(lists_ptr, num_lists, stride, WORK) + w, of_bucket, mask=begins > 0)
 
 
+@triton.jit
+def elect_missed(
+    program, num_programs, num_missing, ids_ptr, table_ranges_ptr, frequencies_ptr, rows_ptr, claims_ptr, amounts_ptr,
+    lists_ptr, claims_mask, num_lists, stride, bucket_offsets_ptr, COUNTS: tl.constexpr, HAS_FREQUENCIES: tl.constexpr,
+    ORDERED: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elect leaders among the missing occurrences of which this program, one of ``num_programs``, takes a share."""
+    begin = program * BLOCK
+    while begin < num_missing:
+        i, table, ids, miss = noted(begin, num_missing, lists_ptr, num_lists, stride, ids_ptr, BLOCK)
+        h = mix(ids)
+        place, leader = _claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED)
+        tl.store(rows_ptr + i, -2 - place, mask=miss)
+        if COUNTS:
+            amount = tl.full([BLOCK], 1, tl.int64)
+            if HAS_FREQUENCIES:
+                amount, _ = clamp_frequencies(tl.load(frequencies_ptr + i, mask=miss, other=1))
+            tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
+        if LIST:
+            push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, stride)
+        begin += num_programs * BLOCK
+
+
 @triton.jit(do_not_specialize=["claims_mask", "num_lists", "stride"])
 def _elect_kernel(
     ids_ptr,
@@ -148,17 +171,8 @@ def _elect_kernel(
     BLOCK: tl.constexpr,
 ):
     num_missing = tl.load(lengths_of(lists_ptr, num_lists) + MISSING_LENGTH) + 1
-    begin = tl.program_id(0) * BLOCK
-    while begin < num_missing:
-        i, table, ids, miss = noted(begin, num_missing, lists_ptr, num_lists, stride, ids_ptr, BLOCK)
-        h = mix(ids)
-        place, leader = _claim(i, ids, h, table, miss, claims_ptr, ids_ptr, table_ranges_ptr, claims_mask, ORDERED)
-        tl.store(rows_ptr + i, -2 - place, mask=miss)
-        if COUNTS:
-            amount = tl.full([BLOCK], 1, tl.int64)
-            if HAS_FREQUENCIES:
-                amount, _ = clamp_frequencies(tl.load(frequencies_ptr + i, mask=miss, other=1))
-            tl.atomic_add(amounts_ptr + place, amount, mask=miss, sem="relaxed")
-        if LIST:
-            push(leader, i, ids, h, table, bucket_offsets_ptr, lists_ptr, num_lists, stride)
-        begin += tl.num_programs(0) * BLOCK
+    elect_missed(
+        tl.program_id(0), tl.num_programs(0), num_missing, ids_ptr, table_ranges_ptr, frequencies_ptr, rows_ptr,
+        claims_ptr, amounts_ptr, lists_ptr, claims_mask, num_lists, stride, bucket_offsets_ptr, COUNTS,
+        HAS_FREQUENCIES, ORDERED, LIST, BLOCK,
+    )  # fmt: skip

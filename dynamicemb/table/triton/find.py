@@ -132,7 +132,7 @@ def _find(
     launcher(
         cdiv(ids.numel(), _BLOCK.value),
         (ids, table_ranges, out, ids if frequencies is None else frequencies,
-         ids if missing is None else missing.entries(), out if missing is None else missing.part("lengths")),
+         ids if missing is None else missing.entries(), out if missing is None else missing.lengths()),
         (ids.numel(),),
     )  # fmt: skip
     return out
@@ -142,7 +142,15 @@ def _prepare(index: Residents, wanted: _Wanted) -> Launcher:
     """Prepare launches for an index."""
     shape, touches = _touches_of(index)
     assert isinstance(index, Index) or not wanted.touch
-    stays: tuple[Argument, ...] = (index.keys, index.digests, index.rows, index.moved, index.bucket_offsets, *touches, index.num_tables)
+    stays: tuple[Argument, ...] = (
+        index.keys,
+        index.digests,
+        index.rows,
+        index.moved,
+        index.bucket_offsets,
+        *touches,
+        index.num_tables,
+    )
     constants = {"INDEX": shape, "WANTED": wanted, "TABLES": padded_tables(index.num_tables)}
     device = index.keys.device
     return Launcher(device, _find_kernel, constants, stays, num_warps=_NUM_WARPS, maxnreg=FULL_PROCESSOR)

@@ -14,6 +14,7 @@ from dynamicemb.table.triton.elect import elect
 from dynamicemb.table.triton.find import find_and_list
 from dynamicemb.table.triton.initialize import initialize_leaders
 from dynamicemb.table.triton.insert import insert
+from dynamicemb.table.triton.insert_missing import insert_missing
 from dynamicemb.table.triton.missing import Missing
 from dynamicemb.table.triton.order import order
 from dynamicemb.table.triton.revive import revive
@@ -71,14 +72,17 @@ def find_or_insert(
         ``(rows i32[N], events)``; rows are -1 where the bucket was full of protected ids, and where the id was not
         admitted. Not ordered, an event names any one of the occurrences of its id.
 
-    Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 70 bytes per id, from torch's
+    Host sync: none; capturable in a CUDA graph. All scratch memory is per call (about 80 bytes per id, from torch's
     allocator), so a call that is cut short leaves nothing behind in the next one's way. Admission takes as much again,
     and a staged row per id.
     """
     missing = Missing.allocate(index, ids.numel()).filled() if scratch is None else scratch
     rows = find_and_list(index, ids, table_ranges, frequencies, missing)
     admission, staged = newcomers.admission, None
-    if ids.numel() > 0:
+    is_plain = admission is None and not missing.ordered and not index.expires
+    if ids.numel() > 0 and is_plain and newcomers.initializers.mode_mask:
+        insert_missing(index, store, newcomers, ids, table_ranges, frequencies, rows, missing)
+    elif ids.numel() > 0:
         if admission is not None and admission.needs_amounts:
             missing = missing.counting()
         elect(index, ids, rows, table_ranges, frequencies, missing, admission)

@@ -9,7 +9,7 @@ from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.launch import Launcher, cdiv, power_of_two
 from dynamicemb.table.triton.missing import Leaders
 from dynamicemb.table.triton.philox import philox4x32, words_of
-from dynamicemb.table.triton.rows import pointers, row_addresses, row_shape
+from dynamicemb.table.triton.rows import RowShape, pointers, row_addresses, row_shape
 
 # Philox calls of one program at a time, each for four columns: as wide as the widest row, up to 256 columns. On an H200
 # 32 and 128 take 19 % and 8 % longer for rows of 128 floats.
@@ -72,15 +72,19 @@ def _initialize(store: RowStore, initializers: InitializerTable, leaders: Leader
 def _prepare(store: RowStore, word: int, modes: int) -> tuple[Launcher, int]:
     """Prepare launches for a store; also return how many rows a program has at a time."""
     shape = row_shape(store)
-    # Columns up to the state, in calls of four; the state and the row's tail, in floats.
-    calls = min(power_of_two(cdiv(shape.max_dim, 4)), _MOST_CALLS_PER_ROW)
-    tile = max(1, _CALLS // calls)
+    tile, calls = tile_of(shape)
     stays = (
         store.dims, store.num_states, store.row_bytes, store.state_offsets, store.chunk_shift, shape.max_dim,
         shape.max_tail,
     )  # fmt: skip
     constants = {"COUNT": word, "MODES": modes, "ROW": shape, "TILE": tile, "CALLS": calls}
     return Launcher(store.device, _initialize_kernel, constants, stays, num_warps=1, enable_fp_fusion=False), tile
+
+
+def tile_of(shape: RowShape) -> tuple[int, int]:
+    """Return how many rows a program fills at a time, and how many calls of Philox, four columns each, a row takes."""
+    calls = min(power_of_two(cdiv(shape.max_dim, 4)), _MOST_CALLS_PER_ROW)
+    return max(1, _CALLS // calls), calls
 
 
 @triton.jit
@@ -205,34 +209,14 @@ def _values(x0, x1, x2, x3, ids, p0, p1, p2, p3, p4, p5, MODE: tl.constexpr):
     return _interleave4(a, b, c, d)
 
 
-@triton.jit(do_not_specialize=["chunk_shift", "num_rows", "max_dim", "max_tail"])
-def _initialize_kernel(
-    chunk_bases_ptr,
-    modes_ptr,
-    params_ptr,
-    table_keys_ptr,
-    rows_ptr,
-    ids_ptr,
-    tables_ptr,
-    state_values_ptr,
-    lengths_ptr,
-    num_rows,
-    dims_ptr,
-    num_states_ptr,
-    row_bytes_ptr,
-    state_offsets_ptr,
-    chunk_shift,
-    max_dim,
-    max_tail,
-    COUNT: tl.constexpr,
-    MODES: tl.constexpr,
-    ROW: tl.constexpr,
-    TILE: tl.constexpr,
-    CALLS: tl.constexpr,
-):
-    if COUNT >= 0:
-        num_rows = tl.load(lengths_ptr + COUNT) + 1
-    begin = tl.program_id(0) * TILE
+@triton.jit
+def initialize_rows(
+    program, num_programs, num_rows, chunk_bases_ptr, modes_ptr, params_ptr, table_keys_ptr, rows_ptr, ids_ptr,
+    tables_ptr, state_values_ptr, dims_ptr, num_states_ptr, row_bytes_ptr, state_offsets_ptr, chunk_shift, max_dim,
+    max_tail, MODES: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, CALLS: tl.constexpr,
+):  # fmt: skip
+    """Fill the rows of which this program, one of ``num_programs``, takes a share."""
+    begin = program * TILE
     while begin < num_rows:
         k = begin + tl.arange(0, TILE)
         row = tl.load(rows_ptr + k, mask=k < num_rows, other=-1)
@@ -261,7 +245,41 @@ def _initialize_kernel(
             address, state_offset // 4, row_bytes // 4, tl.load(num_states_ptr + table),
             tl.load(state_values_ptr + table), wanted, max_tail, CALLS * 4,
         )  # fmt: skip
-        begin += tl.num_programs(0) * TILE
+        begin += num_programs * TILE
+
+
+@triton.jit(do_not_specialize=["chunk_shift", "num_rows", "max_dim", "max_tail"])
+def _initialize_kernel(
+    chunk_bases_ptr,
+    modes_ptr,
+    params_ptr,
+    table_keys_ptr,
+    rows_ptr,
+    ids_ptr,
+    tables_ptr,
+    state_values_ptr,
+    lengths_ptr,
+    num_rows,
+    dims_ptr,
+    num_states_ptr,
+    row_bytes_ptr,
+    state_offsets_ptr,
+    chunk_shift,
+    max_dim,
+    max_tail,
+    COUNT: tl.constexpr,
+    MODES: tl.constexpr,
+    ROW: tl.constexpr,
+    TILE: tl.constexpr,
+    CALLS: tl.constexpr,
+):
+    if COUNT >= 0:
+        num_rows = tl.load(lengths_ptr + COUNT) + 1
+    initialize_rows(
+        tl.program_id(0), tl.num_programs(0), num_rows, chunk_bases_ptr, modes_ptr, params_ptr, table_keys_ptr,
+        rows_ptr, ids_ptr, tables_ptr, state_values_ptr, dims_ptr, num_states_ptr, row_bytes_ptr, state_offsets_ptr,
+        chunk_shift, max_dim, max_tail, MODES, ROW, TILE, CALLS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -77,26 +77,35 @@ def insert(index: Index, rows: torch.Tensor, missing: Missing) -> None:
 
 def _prepare(index: Index) -> Launcher:
     """Prepare launches for an index."""
-    capacity = index.bucket_capacity
-    tile = min(power_of_two(capacity), _TILE)
+    tile = tile_of(index)
     stays = (
         index.keys, index.digests, index.scores, index.rows, index.tags, index.score_values, index.strategies,
         index.times(), index.ttls if index.expires else index.clock, index.clock,
     )  # fmt: skip
     constants = {
-        "BUCKET": capacity,
+        "BUCKET": index.bucket_capacity,
         "TILE": tile,
         "COUNTING": index.counting,
         "STAMPS": index.has_stamps,
         "EXPIRES": index.expires,
         "FUNCTION": None,
     }
-    options: dict[str, Any] = {"num_warps": max(1, min(4, tile // _SLOTS_PER_WARP))}
+    options: dict[str, Any] = {"num_warps": warps_of(index)}
     if index.score_function is not None:
         constants["FUNCTION"] = compile_score(index.score_function)
         # Products are rounded before they are added, as on the CPU.
         options["enable_fp_fusion"] = False
     return Launcher(index.keys.device, _insert_kernel, constants, stays, **options)
+
+
+def tile_of(index: Index) -> int:
+    """Return how many slots of a bucket a program looks at together."""
+    return min(power_of_two(index.bucket_capacity), _TILE)
+
+
+def warps_of(index: Index) -> int:
+    """Return the warps of a program."""
+    return max(1, min(4, tile_of(index) // _SLOTS_PER_WARP))
 
 
 @triton.jit
@@ -354,37 +363,20 @@ def _take(
     _occupy(keys_ptr, digests_ptr, scores_ptr, tags_ptr, slot, key, digest, score, tag, placed)
 
 
-@triton.jit(do_not_specialize=["lists_in_all", "stride"])
-def _insert_kernel(
-    out_ptr,
-    amounts_ptr,
-    lists_ptr,
-    lists_in_all,
-    stride,
-    keys_ptr,
-    digests_ptr,
-    scores_ptr,
-    rows_ptr,
-    tags_ptr,
-    score_values_ptr,
-    strategies_ptr,
-    stamps_ptr,
-    ttls_ptr,
-    clock_ptr,
-    BUCKET: tl.constexpr,
-    TILE: tl.constexpr,
-    COUNTING: tl.constexpr,
-    STAMPS: tl.constexpr,
-    EXPIRES: tl.constexpr,
-    FUNCTION: tl.constexpr,
-):
+@triton.jit
+def insert_leaders(
+    program, num_programs, out_ptr, amounts_ptr, lists_ptr, lists_in_all, stride, keys_ptr, digests_ptr, scores_ptr,
+    rows_ptr, tags_ptr, score_values_ptr, strategies_ptr, stamps_ptr, ttls_ptr, clock_ptr, BUCKET: tl.constexpr,
+    TILE: tl.constexpr, COUNTING: tl.constexpr, STAMPS: tl.constexpr, EXPIRES: tl.constexpr, FUNCTION: tl.constexpr,
+):  # fmt: skip
+    """Place the leaders of the lists that this program, one of ``num_programs``, owns."""
     leader_rows_ptr = list_part(lists_ptr, lists_in_all, stride, LEADER_ROWS)
     step, oldest = tl.load(clock_ptr + STEP).to(tl.int32), tl.load(clock_ptr + OLDEST).to(tl.int32)
     now, since = tl.load(clock_ptr + NOW), tl.full([], 0, tl.int64)
     num_lists = tl.load(lengths_of(lists_ptr, lists_in_all) + WORK_LENGTH) + 1
-    num_programs, lane = tl.num_programs(0), tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
     # The first leader of the next list, and what is needed of the next leader, are under way early.
-    q = tl.program_id(0)
+    q = program
     k = _head(lists_ptr, lists_in_all, stride, q, num_lists)
     upcoming = _head(lists_ptr, lists_in_all, stride, q + num_programs, num_lists)
     key, bucket, following = _leader(lists_ptr, lists_in_all, stride, k)
@@ -438,3 +430,34 @@ def _insert_kernel(
             tl.store(entry_ptr, row)
             tl.store(leader_rows_ptr + k, row)
         k, key, bucket, following = successor, next_key, next_bucket, next_following
+
+
+@triton.jit(do_not_specialize=["lists_in_all", "stride"])
+def _insert_kernel(
+    out_ptr,
+    amounts_ptr,
+    lists_ptr,
+    lists_in_all,
+    stride,
+    keys_ptr,
+    digests_ptr,
+    scores_ptr,
+    rows_ptr,
+    tags_ptr,
+    score_values_ptr,
+    strategies_ptr,
+    stamps_ptr,
+    ttls_ptr,
+    clock_ptr,
+    BUCKET: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNTING: tl.constexpr,
+    STAMPS: tl.constexpr,
+    EXPIRES: tl.constexpr,
+    FUNCTION: tl.constexpr,
+):
+    insert_leaders(
+        tl.program_id(0), tl.num_programs(0), out_ptr, amounts_ptr, lists_ptr, lists_in_all, stride, keys_ptr,
+        digests_ptr, scores_ptr, rows_ptr, tags_ptr, score_values_ptr, strategies_ptr, stamps_ptr, ttls_ptr, clock_ptr,
+        BUCKET, TILE, COUNTING, STAMPS, EXPIRES, FUNCTION,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from dynamicemb.table.triton.missing import (
 
 # Parts behind the lists, which have no victims' stamps.
 LOST = VICTIM_STAMPS
-SLOTS = tl.constexpr(14)
+SLOTS = tl.constexpr(VICTIM_STAMPS.value + 1)
 _NUM_PARTS = 2
 
 # The losers stand in the place of parts that have served by then.
@@ -65,7 +65,7 @@ class Judged:
         """Return the leaders that lost, with their staged rows."""
         lists = self.lists
         rows, ids, tables = lists.part("next"), lists.part("victim_ids"), lists.part("work")
-        return Leaders(rows, ids, tables, lists.part("lengths"), LOSERS_LENGTH, lists.num_ids)
+        return Leaders(rows, ids, tables, lists.lengths(), LOSERS_LENGTH, lists.num_ids)
 
 
 @triton.jit

@@ -86,7 +86,9 @@ class Launcher:
     with a pointer that is not aligned. A launch then looks at the arguments that change and at no others.
     """
 
-    __slots__ = ("_aligned", "_compiled", "_constants", "_device", "_kernel", "_options", "_stays", "_types", "fill")
+    __slots__ = (
+        "_aligned", "_compiled", "_constants", "_device", "_kept", "_kernel", "_options", "_stays", "_types", "fill"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,6 +117,8 @@ class Launcher:
         # What launches, its first and last arguments, and the compiled kernel; first for pointers that are not all
         # aligned, then for those that are.
         self._compiled: list[tuple[Any, ...] | None] = [None, None]
+        self._kept: tuple[torch.Tensor, ...] = ()
+        # Programs that fill the device.
         self.fill = persistent_grid(device, 2**31 - 1, options.get("num_warps", 4))[0]
         if device.type == "cuda":
             self._device = torch._C._cuda_getDevice() if device.index is None else device.index
@@ -122,6 +126,10 @@ class Launcher:
             self._stays = [arg if isinstance(arg, int) else arg.data_ptr() for arg in stays]
             tensors = [word for word, kind in zip(self._stays, self._types, strict=True) if not isinstance(kind, int)]
             self._aligned = all(word % _ALIGNMENT == 0 for word in tensors)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Let tensors live as long as the launcher."""
+        self._kept = tensors
 
     def __call__(self, programs: int, pointers: tuple[Argument, ...], integers: tuple[int, ...] = ()) -> None:
         """Launch.
@@ -214,6 +222,16 @@ def launch(
 @functools.cache
 def _num_processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def programs_at_once(device: torch.device, for_each: int) -> int:
+    """Return how many programs a device holds at once, of which a multiprocessor holds ``for_each``.
+
+    The CPU means the interpreter, which ends one program before the next begins: 1.
+    """
+    if device.type != "cuda":
+        return 1
+    return for_each * _num_processors(torch._C._cuda_getDevice() if device.index is None else device.index)
 
 
 def persistent_grid(device: torch.device, most: int, num_warps: int = 1) -> tuple[int]:

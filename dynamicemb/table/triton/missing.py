@@ -26,7 +26,11 @@ LEADERS_LENGTH = 0
 WORK_LENGTH = 1
 MISSING_LENGTH = 2
 LOSERS_LENGTH = 3
-_NUM_LENGTHS = 4
+# Not a length: how many programs have arrived where all wait for each other.
+ARRIVED = 4
+_NUM_LENGTHS = 8
+
+_LENGTHS = tl.constexpr(_NUM_LENGTHS)
 
 # Parts of the lists after heads and lengths. A part begins at its number times ``Missing.stride``; those of 64-bit
 # integers are two strides wide.
@@ -40,7 +44,8 @@ NEXT = tl.constexpr(9)
 WORK = tl.constexpr(10)
 LEADER_ROWS = tl.constexpr(11)
 OUTCOMES = tl.constexpr(12)
-VICTIM_STAMPS = tl.constexpr(13)
+MISSED = tl.constexpr(13)
+VICTIM_STAMPS = tl.constexpr(15)
 
 
 # Words of all parts for each of ``Missing.stride``, without and with the last one.
@@ -58,6 +63,7 @@ _LISTED = {
     "work": (WORK.value, torch.int32),
     "leader_rows": (LEADER_ROWS.value, torch.int32),
     "outcomes": (OUTCOMES.value, torch.int32),
+    "missed": (MISSED.value, torch.int64),
     "victim_stamps": (VICTIM_STAMPS.value, torch.int64),
 }
 
@@ -69,7 +75,7 @@ class Leaders(NamedTuple):
         rows: i32 ``[L]``, the row that each got, or -1.
         ids: i64 ``[L]``.
         tables: i32 ``[L]``.
-        lengths: i32 ``[4]``, of the lists.
+        lengths: i32 ``[8]``, of the lists.
         word: which of them is L minus 1.
         most: what L is at most.
     """
@@ -93,9 +99,10 @@ class Missing:
     - claims, i32 ``[num_claims]``: an occurrence of the id that owns the place, or -1.
     - heads, i32 ``[num_lists]``: the last leader of each list, or -1. Bucket b is on list ``b % num_lists``: with more
       buckets than places for lists, several buckets share one list and its owner.
-    - lengths, i32 ``[4]``: leaders, lists that are not empty, missing occurrences, leaders that lost; each minus 1.
+    - lengths, i32 ``[8]``: leaders, lists that are not empty, missing occurrences, leaders that lost, programs that
+      have arrived; each minus 1.
     - leader_ids, i64 ``[N]``, of which ``[L]`` count, like all that follow.
-    - victim_ids, i64 ``[N]``: the id that was evicted for the leader. Before the insert, the missing occurrences.
+    - victim_ids, i64 ``[N]``: the id that was evicted for the leader.
     - victim_scores, i64 ``[N]``.
     - leader_tables, i32 ``[N]``.
     - leader_buckets, i32 ``[N]``.
@@ -104,10 +111,12 @@ class Missing:
     - work, i32 ``[N]``: the lists that are not empty.
     - leader_rows, i32 ``[N]``: the row the leader got, or -1.
     - outcomes, i32 ``[N]``: FAILED_OUTCOME, INSERTED_OUTCOME, EVICTED_OUTCOME or EXPIRED_OUTCOME of ``results.py``.
+    - missed, i64 ``[N]``: the missing occurrences, as ``note`` writes them.
     - victim_stamps, i64 ``[N]``, or nothing in a group without stamps.
 
     Attributes:
         scratch: i32, all of it. The first ``num_zeros`` words must start at 0, those up to ``num_filled`` at -1.
+        base: its address on a GPU, else 0.
         num_ids: N.
         stride: N rounded up to a multiple of 4.
         num_claims: a power of two >= 2N.
@@ -122,6 +131,7 @@ class Missing:
     """
 
     scratch: torch.Tensor
+    base: int
     num_ids: int
     stride: int
     num_claims: int
@@ -136,7 +146,7 @@ class Missing:
 
     @classmethod
     def allocate(cls, index: Index, num_ids: int, ordered: bool | None = None) -> "Missing":
-        """Allocate for ``num_ids`` occurrences, about 70 bytes each; ``open_batch`` or ``filled`` fills it.
+        """Allocate for ``num_ids`` occurrences, about 80 bytes each; ``open_batch`` or ``filled`` fills it.
 
         Args:
             index: the group's index.
@@ -155,11 +165,16 @@ class Missing:
         num_filled = heads + num_lists + _NUM_LENGTHS
         end = num_filled + (_WORDS_WITH_STAMPS if has_stamps else _WORDS) * stride
         scratch = torch.empty(end, dtype=torch.int32, device=index.keys.device)
-        claims = carve(scratch, num_zeros, num_claims, torch.int32)
-        amounts = carve(scratch, 0, num_zeros // 2, torch.int64)
-        lists = carve(scratch, heads, end - heads, torch.int32)
+        if scratch.is_cuda:
+            base = scratch.data_ptr()
+            claims, amounts, lists = base + 4 * num_zeros, base, base + 4 * heads
+        else:
+            base = 0
+            claims = carve(scratch, num_zeros, num_claims, torch.int32)
+            amounts = carve(scratch, 0, num_zeros // 2, torch.int64)
+            lists = carve(scratch, heads, end - heads, torch.int32)
         return cls(
-            scratch, num_ids, stride, num_claims, num_lists, ordered, has_stamps, num_zeros, num_filled, claims,
+            scratch, base, num_ids, stride, num_claims, num_lists, ordered, has_stamps, num_zeros, num_filled, claims,
             amounts, lists,
         )  # fmt: skip
 
@@ -176,7 +191,8 @@ class Missing:
         scratch = torch.empty(end + num_more, dtype=torch.int32, device=self.scratch.device)
         scratch[:num_filled] = -1
         lists = carve(scratch, 0, end, torch.int32)
-        beside = replace(self, scratch=scratch, num_lists=num_lists, lists=lists)
+        base = scratch.data_ptr() if scratch.is_cuda else 0
+        beside = replace(self, scratch=scratch, base=base, num_lists=num_lists, lists=lists)
         beside.has_stamps, beside.num_zeros, beside.num_filled = False, 0, num_filled
         return beside
 
@@ -201,7 +217,7 @@ class Missing:
         """
         positions = torch.arange(self.num_ids, device=self.scratch.device)
         tables = torch.searchsorted(table_ranges, positions, right=True) - 1
-        torch.add(tables << 32, positions, out=self.tensor("victim_ids", self.num_ids))
+        torch.add(tables << 32, positions, out=self.tensor("missed", self.num_ids))
         self.tensor("lengths", _NUM_LENGTHS)[MISSING_LENGTH] = self.num_ids - 1
 
     @property
@@ -229,13 +245,21 @@ class Missing:
         return (0, torch.int64) if part == "amounts" else (self.num_zeros, torch.int32)
 
     def entries(self) -> Any:
-        """Return where the missing occurrences are noted, i64 ``[N]``: before there are victims, in their place."""
-        return self.part("victim_ids")
+        """Return where the missing occurrences are noted, i64 ``[N]``."""
+        return self.base + 4 * (self.num_filled + MISSED.value * self.stride) if self.base else self.part("missed")
+
+    def lengths(self) -> Any:
+        """Return the lengths of the lists."""
+        return self.base + 4 * (self.num_filled - _NUM_LENGTHS) if self.base else self.part("lengths")
 
     def leaders(self) -> Leaders:
         """Return the leaders, for ``initialize_leaders``."""
+        if self.base:
+            first, width = self.base + 4 * self.num_filled, 4 * self.stride
+            rows, ids = first + LEADER_ROWS.value * width, first + LEADER_IDS.value * width
+            return Leaders(rows, ids, first + LEADER_TABLES.value * width, self.lengths(), LEADERS_LENGTH, self.num_ids)
         rows, ids, tables = self.part("leader_rows"), self.part("leader_ids"), self.part("leader_tables")
-        return Leaders(rows, ids, tables, self.part("lengths"), LEADERS_LENGTH, self.num_ids)
+        return Leaders(rows, ids, tables, self.lengths(), LEADERS_LENGTH, self.num_ids)
 
 
 def _num_lists(index: Index, num_claims: int) -> int:
@@ -254,7 +278,7 @@ def lengths_of(lists_ptr, num_lists):
 @triton.jit
 def list_part(lists_ptr, num_lists, stride, PART: tl.constexpr):
     """Return where a part of the lists begins: i64 for ids and scores, else i32; of stamps, which are i64, too."""
-    words_ptr = lists_ptr + tl.multiple_of(num_lists, 4) + 4 + PART * tl.multiple_of(stride, 4)
+    words_ptr = lists_ptr + tl.multiple_of(num_lists, 4) + _LENGTHS + PART * tl.multiple_of(stride, 4)
     if PART < LEADER_TABLES:
         return words_ptr.to(tl.pointer_type(tl.int64))
     else:
@@ -274,6 +298,7 @@ def noted(begin, num_missing, lists_ptr, num_lists, stride, ids_ptr, BLOCK: tl.c
     """Return occurrence, table and id of missing entries from ``begin`` on, and which of them exist."""
     m = begin + tl.arange(0, BLOCK)
     miss = m < num_missing
-    entry = tl.load(list_part(lists_ptr, num_lists, stride, VICTIM_IDS) + m, mask=miss, other=0)
+    missed_ptr = list_part(lists_ptr, num_lists, stride, MISSED).to(tl.pointer_type(tl.int64))
+    entry = tl.load(missed_ptr + m, mask=miss, other=0)
     i = (entry & 0xFFFFFFFF).to(tl.int32)
     return i, (entry >> 32).to(tl.int32), tl.load(ids_ptr + i, mask=miss, other=0), miss

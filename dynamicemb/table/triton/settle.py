@@ -19,7 +19,7 @@ from dynamicemb.table.triton.constants import (
 from dynamicemb.table.triton.counting import count_by_table
 from dynamicemb.table.triton.hashing import table_of
 from dynamicemb.table.triton.launch import Launcher, cdiv, padded_tables
-from dynamicemb.table.triton.missing import LEADER_TABLES, OUTCOMES, Missing, lengths_of, list_part
+from dynamicemb.table.triton.missing import LEADER_TABLES, MISSED, OUTCOMES, Missing, lengths_of, list_part
 
 _BLOCK = 1024
 
@@ -66,6 +66,49 @@ def _prepare(touches: Touches, is_staged: bool) -> Launcher:
     return Launcher(touches.tallies.device, _settle_kernel, constants, stays, num_warps=4)
 
 
+@triton.jit
+def settle_missed(
+    program, num_programs, num_missing, rows_ptr, claims_ptr, lists_ptr, num_lists, stride, tallies_ptr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Settle the missing occurrences of which this program, one of ``num_programs``, takes a share."""
+    missed_ptr = list_part(lists_ptr, num_lists, stride, MISSED).to(tl.pointer_type(tl.int64))
+    begin = program * BLOCK
+    while begin < num_missing:
+        m = begin + tl.arange(0, BLOCK)
+        entry = tl.load(missed_ptr + m, mask=m < num_missing, other=0)
+        i = (entry & 0xFFFFFFFF).to(tl.int32)
+        row = tl.load(rows_ptr + i, mask=m < num_missing, other=0)
+        follower = row < -1
+        position = tl.load(claims_ptr + (-2 - row), mask=follower, other=0)
+        settled = tl.load(rows_ptr + position, mask=follower, other=0)
+        tl.store(rows_ptr + i, settled, mask=follower)
+        failed = (tl.where(follower, settled, row) == -1) & (m < num_missing)
+        if tl.max(failed.to(tl.int32), 0) > 0:
+            count_by_table(tallies_ptr + FAILED, (entry >> 32).to(tl.int32), failed, NUM_TALLIES)
+        begin += num_programs * BLOCK
+
+
+@triton.jit
+def count_outcomes(
+    program, num_programs, lists_ptr, num_lists, stride, tallies_ptr, EXPIRES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count what became of the leaders of which this program, one of ``num_programs``, takes a share."""
+    num_leaders = tl.load(lengths_of(lists_ptr, num_lists) + LEADERS_LENGTH) + 1
+    tables_ptr = list_part(lists_ptr, num_lists, stride, LEADER_TABLES)
+    outcomes_ptr = list_part(lists_ptr, num_lists, stride, OUTCOMES)
+    begin = program * BLOCK
+    while begin < num_leaders:
+        k = begin + tl.arange(0, BLOCK)
+        table = tl.load(tables_ptr + k, mask=k < num_leaders, other=0)
+        outcome = tl.load(outcomes_ptr + k, mask=k < num_leaders, other=0)
+        count_by_table(tallies_ptr + INSERTED, table, outcome > 0, NUM_TALLIES)
+        count_by_table(tallies_ptr + EVICTED, table, outcome == EVICTED_OUTCOME, NUM_TALLIES)
+        if EXPIRES:
+            count_by_table(tallies_ptr + EXPIRED, table, outcome == EXPIRED_OUTCOME, NUM_TALLIES)
+        begin += num_programs * BLOCK
+
+
 @triton.jit(do_not_specialize=["num_lists", "stride", "num_ids", "num_tables", "first_staged"])
 def _settle_kernel(
     rows_ptr,
@@ -105,13 +148,4 @@ def _settle_kernel(
         table = table_of(i, begin, tl.minimum(begin + BLOCK, num_ids), table_ranges_ptr, num_tables, TABLES)
         count_by_table(tallies_ptr + FAILED, table, failed, NUM_TALLIES)
     # There are no more leaders than occurrences, so the same grid covers them.
-    num_leaders = tl.load(lengths_of(lists_ptr, num_lists) + LEADERS_LENGTH) + 1
-    if begin < num_leaders:
-        tables_ptr = list_part(lists_ptr, num_lists, stride, LEADER_TABLES)
-        outcomes_ptr = list_part(lists_ptr, num_lists, stride, OUTCOMES)
-        table = tl.load(tables_ptr + i, mask=i < num_leaders, other=0)
-        outcome = tl.load(outcomes_ptr + i, mask=i < num_leaders, other=0)
-        count_by_table(tallies_ptr + INSERTED, table, outcome > 0, NUM_TALLIES)
-        count_by_table(tallies_ptr + EVICTED, table, outcome == EVICTED_OUTCOME, NUM_TALLIES)
-        if EXPIRES:
-            count_by_table(tallies_ptr + EXPIRED, table, outcome == EXPIRED_OUTCOME, NUM_TALLIES)
+    count_outcomes(tl.program_id(0), tl.num_programs(0), lists_ptr, num_lists, stride, tallies_ptr, EXPIRES, BLOCK)

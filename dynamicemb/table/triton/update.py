@@ -1,6 +1,5 @@
 """Sum the gradients of each row and apply the optimizer to it."""
 
-
 import torch
 import triton
 import triton.language as tl
