@@ -72,7 +72,7 @@ def test_gradients_of_two_backwards_are_trained_at_once(
         wanted[t][row - store.first_rows[t]] -= RATE * gradient
 
     own, gradients = copy_store(store, device), joined(lookups, grads)
-    here = Gradients(*(value if value is None else value.to(device) for value in vars(gradients).values()))
+    here = Gradients(*(value if value is None else value.to(device) for value in gradients))
     clock = torch.zeros(CLOCK_SIZE, dtype=torch.int64, device=device)
     spec = OptimizerSpec(kind=OptimizerKind.SGD, stochastic_rounding=False)
     kernels_of(backend).update(own, spec, here, clock, torch.full((1,), RATE, device=device))

@@ -224,7 +224,7 @@ def test_stochastic_rounding_needs_keys(kernels, device):
 
 def units_of(groups):
     """Return ``(begin, count, table, first, whole)`` of every unit, by begin."""
-    few, many, _ = groups.counts.tolist()
+    few, many = groups.counts.tolist()
     units = groups.words[: groups.order.numel()].tolist()
     units = units[:few] + units[len(units) - many :]
     fields = [(u & (2**31 - 1), (u >> 31) & 255, (u >> 39) & (2**22 - 1), (u >> 61) & 1, u >> 62) for u in units]
@@ -239,17 +239,20 @@ def check_grouping(device, store, lookup):
     groups = group_on_device(copy_store(store, device), to_device(lookup, device))
     skipped = lookup.rows.numel() - order.numel()
     assert torch.equal(groups.order[skipped:].cpu(), order.long())
-    expected, num_long = [], 0
+    expected, segments = [], []
     for begin, end in zip(starts.tolist(), starts.tolist()[1:]):
         table = int(lookup.rows[order[begin]] >= store.first_rows[1])
-        num_long += end - begin > PIECE
+        if end - begin > PIECE:
+            segments += [(begin + skipped, end - begin)] * -(-(end - begin) // PIECE)
         for piece in range(begin, end, PIECE):
             count = min(PIECE, end - piece)
             expected.append((piece + skipped, count, table, int(piece == begin), int(end - begin <= PIECE)))
     assert units_of(groups) == expected
-    assert int(groups.counts[2]) == num_long
-    lengths = sorted(groups.words[3 * lookup.rows.numel() + 2 * groups.most_long :][:num_long].tolist())
-    assert lengths == sorted(n for n in starts.diff().tolist() if n > PIECE)
+    num, num_many = lookup.rows.numel(), int(groups.counts[1])
+    units, firsts = groups.words[num - num_many : num], groups.words[3 * num - num_many : 3 * num]
+    of_pieces = firsts[units >> 62 == 0]
+    assert sorted(zip((of_pieces & 0xFFFFFFFF).tolist(), (of_pieces >> 32).tolist())) == sorted(segments)
+    assert not groups.words[3 * num : 3 * num + -(-num // PIECE)].any()
 
 
 @pytest.mark.parametrize("num", [1, 63, 100, 1024, 1025, 3000, 8200])

@@ -14,7 +14,7 @@ from dynamicemb.table.triton.constants import UPDATES
 from dynamicemb.table.triton.launch import Launcher, carve, cdiv
 from dynamicemb.table.triton.pool import bag_table_and_place
 from dynamicemb.table.triton.rows import find_range, row_addresses, row_shape
-from dynamicemb.table.triton.segments import FEW_UNITS, LONG_SEGMENTS, MANY_UNITS, PIECE, most_long_segments, pack
+from dynamicemb.table.triton.segments import FEW_UNITS, MANY_UNITS, PIECE, num_windows, pack, segment
 
 # Occurrences of a batch that are sorted by comparing each with all others: one kernel in the place of torch's sort,
 # whose launches alone take the host 50 us and more.
@@ -41,8 +41,8 @@ class Scratch:
 
     Attributes:
         memory: i32, all of it.
-        counts: i32 ``[3]``, of ``Groups``.
-        words: i64 ``[3 N + 3 most_long]``, of ``Groups``.
+        counts: i32 ``[2]``, of ``Groups``.
+        words: i64 ``[3 N + N // PIECE + 1]``, of ``Groups``.
         order: i64 ``[N]``, of ``Groups``, for a small batch.
         partials: f32 ``[2, N // PIECE + 1, block_dim]``, the sums of first pieces, then of all others: two pieces of
             either kind begin at least PIECE occurrences apart.
@@ -65,21 +65,22 @@ class Scratch:
         pooled, scaled = False, False
         if bags is not None:
             pooled, scaled = True, bags.layout.pooling == POOLING_MEAN or bags.per_sample_weights is not None
-        most_long = most_long_segments(num)
+        windows = num_windows(num)
+        num_words = 3 * num + windows
         # Where the parts begin: each at a multiple of four words.
         words = 4
-        order = words + 6 * (num + most_long) + 2 * ((num + most_long) % 2)
+        order = words + 2 * (num_words + num_words % 2)
         partials = order + (2 * (num + num % 2) if num <= MOST_RANKED else 0)
-        places = partials + 2 * most_long * block_dim
+        places = partials + 2 * windows * block_dim
         scales = places + (2 * (num + num % 2) if pooled else 0)
         end = scales + (num if scaled else 0)
         memory = torch.empty(end, dtype=torch.int32, device=gradients.rows.device)
         return cls(
             memory,
-            carve(memory, 0, 3, torch.int32),
-            carve(memory, words, 3 * (num + most_long), torch.int64),
+            carve(memory, 0, 2, torch.int32),
+            carve(memory, words, num_words, torch.int64),
             carve(memory, order, num if num <= MOST_RANKED else 0, torch.int64),
-            carve(memory, partials, 2 * most_long * block_dim, torch.float32),
+            carve(memory, partials, 2 * windows * block_dim, torch.float32),
             carve(memory, places, num, torch.int64) if pooled else gradients.places,
             carve(memory, scales, num, torch.float32) if scaled else gradients.scales,
         )
@@ -162,10 +163,8 @@ def _begin_kernel(
         tl.store(counts_ptr + FEW_UNITS, 0)
         if RANKED:
             tl.store(counts_ptr + MANY_UNITS, num)
-            tl.store(counts_ptr + LONG_SEGMENTS, num // _PIECE)
         else:
             tl.store(counts_ptr + MANY_UNITS, 0)
-            tl.store(counts_ptr + LONG_SEGMENTS, 0)
     # An empty batch may have no bags.
     if BAGS.pooled & (tl.program_id(0) * BLOCK < num):
         _locate(
@@ -189,9 +188,7 @@ def _rank(
     Example: ``rows = [7, -1, 3, 7]``: nothing is less than -1, so occurrence 1 comes first; one row is less than 3; two
     are less than 7, and of the 7s occurrence 0 is the earlier: ``order = [1, 2, 0, 3]``.
 
-    A unit stands at the place where it begins, and a segment of more than PIECE occurrences on the list of long ones at
-    the number of the window of PIECE places in which it begins: it reaches beyond that window, so the occurrence on
-    the window's last place belongs to it, or to none that is long and begins there.
+    A unit stands at the place where it begins.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num
@@ -217,15 +214,9 @@ def _rank(
     unit = pack(p, tl.minimum(length - earlier, _PIECE), table, earlier == 0, whole)
     tl.store(words_ptr + p, tl.where(starts, unit, -1), mask=inside)
     tl.store(words_ptr + num + p, address, mask=starts)
-    tl.store(words_ptr + 2 * num + p, i.to(tl.int64), mask=starts)
-    closes = inside & (p % _PIECE == _PIECE - 1)
-    long = valid & (whole == 0) & (begin // _PIECE == p // _PIECE)
-    most_long = num // _PIECE + 1
-    listed_ptr = words_ptr + 3 * num + p // _PIECE
-    segment = pack(begin, tl.full([BLOCK], _PIECE, tl.int32), table, earlier >= 0, whole)
-    tl.store(listed_ptr, tl.where(long, segment, -1), mask=closes)
-    tl.store(listed_ptr + most_long, address, mask=closes & long)
-    tl.store(listed_ptr + 2 * most_long, length.to(tl.int64), mask=closes & long)
+    first = tl.where(whole, i.to(tl.int64), segment(begin, length))
+    tl.store(words_ptr + 2 * num + p, first, mask=starts)
+    tl.store(words_ptr + 3 * num + p // _PIECE, 0, mask=inside & (p % _PIECE == 0))
 
 
 @triton.jit

@@ -26,9 +26,10 @@ LEADERS_LENGTH = 0
 WORK_LENGTH = 1
 MISSING_LENGTH = 2
 LOSERS_LENGTH = 3
-# Not a length: how many programs have arrived where all wait for each other.
-ARRIVED = 4
-_NUM_LENGTHS = 8
+# Not a length: how many programs have arrived where all wait for each other. In a cache line of its own: those that wait
+# read it again and again, and must not hold up those that count.
+ARRIVED = 32
+_NUM_LENGTHS = 64
 
 _LENGTHS = tl.constexpr(_NUM_LENGTHS)
 
@@ -75,7 +76,7 @@ class Leaders(NamedTuple):
         rows: i32 ``[L]``, the row that each got, or -1.
         ids: i64 ``[L]``.
         tables: i32 ``[L]``.
-        lengths: i32 ``[8]``, of the lists.
+        lengths: i32 ``[64]``, of the lists.
         word: which of them is L minus 1.
         most: what L is at most.
     """
@@ -99,7 +100,7 @@ class Missing:
     - claims, i32 ``[num_claims]``: an occurrence of the id that owns the place, or -1.
     - heads, i32 ``[num_lists]``: the last leader of each list, or -1. Bucket b is on list ``b % num_lists``: with more
       buckets than places for lists, several buckets share one list and its owner.
-    - lengths, i32 ``[8]``: leaders, lists that are not empty, missing occurrences, leaders that lost, programs that
+    - lengths, i32 ``[64]``: leaders, lists that are not empty, missing occurrences, leaders that lost, programs that
       have arrived; each minus 1.
     - leader_ids, i64 ``[N]``, of which ``[L]`` count, like all that follow.
     - victim_ids, i64 ``[N]``: the id that was evicted for the leader.

@@ -22,7 +22,6 @@ _WARPS = 4
 # Entries of ``Groups.counts``.
 FEW_UNITS = tl.constexpr(0)
 MANY_UNITS = tl.constexpr(1)
-LONG_SEGMENTS = tl.constexpr(2)
 
 # A unit packs into an int64: begin, count, table, whether it begins a segment, and whether it is a whole one.
 _COUNT_SHIFT = tl.constexpr(31)
@@ -43,27 +42,25 @@ class Groups:
 
     Attributes:
         order: i64 ``[N]``, occurrences by ascending row, in their order within a row; those without a row come first.
-        counts: i32 ``[3]``: whole segments of at most FEW occurrences, other units, segments longer than PIECE; named
-            FEW_UNITS, MANY_UNITS and LONG_SEGMENTS.
-        words: i64 ``[3 N + 3 most_long]``, six lists in one allocation, as views cost the host more than memory:
+        counts: i32 ``[2]``: whole segments of at most FEW occurrences, and other units; named FEW_UNITS and MANY_UNITS.
+        words: i64 ``[3 N + N // PIECE + 1]``, four lists in one allocation, as views cost the host more than memory:
 
             units ``[N]``, packed; a whole segment of at most PIECE occurrences or a piece of a longer one. Segments
             of few occurrences stand at the front, the others at the back, last first.
             addresses ``[N]``, the row of each unit.
-            firsts ``[N]``, the first occurrence of each unit.
-            long units, long addresses, long counts ``[most_long]``, segments longer than PIECE: begin and table as a
-            unit, the row, the occurrences.
-        most_long: length of the lists of long segments.
+            firsts ``[N]``: of a whole segment its first occurrence; of a piece where its segment begins, and in the
+            high 32 bits how many occurrences that has.
+            arrivals ``[N // PIECE + 1]``: pieces that have been summed of the segment that begins in each window of
+            PIECE places: of those longer than PIECE, there is at most one. All 0.
     """
 
     order: torch.Tensor
     counts: Any
     words: Any
-    most_long: int
 
 
-def most_long_segments(num: int) -> int:
-    """Return how many segments of more than PIECE occurrences there can be among ``num``."""
+def num_windows(num: int) -> int:
+    """Return in how many windows of PIECE places ``num`` occurrences lie, one more where all are full."""
     return num // PIECE + 1
 
 
@@ -85,18 +82,17 @@ def group_by_row(store: RowStore, gradients: Gradients, counts: Any = None, word
     """
     rows = gradients.rows
     num, device = rows.numel(), rows.device
-    most_long = most_long_segments(num)
     if counts is None:
-        counts = torch.zeros(3, dtype=torch.int32, device=device)
-        words = torch.empty(3 * (num + most_long), dtype=torch.int64, device=device)
+        counts = torch.zeros(2, dtype=torch.int32, device=device)
+        words = torch.empty(3 * num + num_windows(num), dtype=torch.int64, device=device)
     ordered, order = torch.sort(rows, stable=True)
     launcher = store.prepared.get("segments") or store.prepared.setdefault("segments", _prepare(store))
     launcher(
         cdiv(num, _BLOCK),
         (ordered, order, gradients.table_ranges, store.chunk_bases, counts, words),
-        (num, most_long),
+        (num,),
     )
-    return Groups(order, counts, words, most_long)
+    return Groups(order, counts, words)
 
 
 def _prepare(store: RowStore) -> Launcher:
@@ -111,6 +107,18 @@ def pack(begin, count, table, first, whole):
     """Return a unit, for ``unpack``."""
     unit = begin.to(tl.int64) | (count.to(tl.int64) << _COUNT_SHIFT) | (table.to(tl.int64) << _TABLE_SHIFT)
     return unit | (first.to(tl.int64) << _FIRST_SHIFT) | (whole.to(tl.int64) << _WHOLE_SHIFT)
+
+
+@triton.jit
+def segment(begin, length):
+    """Return a segment, for ``unpack_segment``."""
+    return begin.to(tl.int64) | (length.to(tl.int64) << 32)
+
+
+@triton.jit
+def unpack_segment(word):
+    """Return ``(begin, length)`` of a packed segment."""
+    return (word & 0xFFFFFFFF).to(tl.int32), (word >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -156,7 +164,7 @@ def _equal_from(ordered_ptr, row, position, most, STEP: tl.constexpr, BLOCK: tl.
     return run
 
 
-@triton.jit(do_not_specialize=["num", "most_long", "num_tables", "chunk_shift"])
+@triton.jit(do_not_specialize=["num", "num_tables", "chunk_shift"])
 def _group_kernel(
     ordered_ptr,
     order_ptr,
@@ -165,7 +173,6 @@ def _group_kernel(
     counts_ptr,
     words_ptr,
     num,
-    most_long,
     row_bytes_ptr,
     num_tables,
     chunk_shift,
@@ -207,13 +214,5 @@ def _group_kernel(
     lists = words_ptr + place
     tl.store(lists, word, mask=unit)
     tl.store(lists + num, address, mask=unit)
-    tl.store(lists + 2 * num.to(tl.int64), i, mask=unit)
-    is_long = head & (length > PIECE)
-    flags = is_long.to(tl.int32)
-    num_long = tl.sum(flags, 0)
-    if num_long > 0:
-        place = tl.atomic_add(counts_ptr + LONG_SEGMENTS, num_long, sem="relaxed") + tl.cumsum(flags, 0) - 1
-        lists = words_ptr + 3 * num.to(tl.int64) + place
-        tl.store(lists, word, mask=is_long)
-        tl.store(lists + most_long, address, mask=is_long)
-        tl.store(lists + 2 * most_long, length.to(tl.int64), mask=is_long)
+    tl.store(lists + 2 * num.to(tl.int64), tl.where(whole, i, segment(begin, length)), mask=unit)
+    tl.store(words_ptr + 3 * num.to(tl.int64) + p // PIECE, 0, mask=(p % PIECE == 0) & (p < num))

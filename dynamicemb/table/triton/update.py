@@ -8,19 +8,19 @@ from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
-from dynamicemb.table.triton.launch import Launcher
+from dynamicemb.table.triton.launch import FULL_PROCESSOR, Launcher
 from dynamicemb.table.triton.rows import TRITON_DTYPES, row_shape, stream_float
 from dynamicemb.table.triton.rules import Rule, close_rows, open_rows, step_constants
 from dynamicemb.table.triton.segments import (
     FEW,
     FEW_UNITS,
-    LONG_SEGMENTS,
     MANY_UNITS,
     PIECE,
     Groups,
     group_by_row,
-    most_long_segments,
+    num_windows,
     unpack,
+    unpack_segment,
 )
 
 _FEW = tl.constexpr(FEW)
@@ -29,8 +29,8 @@ _PIECE = tl.constexpr(PIECE)
 _WAVES = 4
 # Values of a tile of whole segments.
 _FEW_TILE = 256
-# Values of a tile of partial sums. With one warp 2,440 segments take 19 us on an H200, with two 36, with four 24.
-_COMBINE_TILE = 2048
+# Values of a tile of partial sums.
+_PARTIALS_TILE = 2048
 
 
 def update(
@@ -44,8 +44,9 @@ def update(
     """Apply one optimizer step to every row of a batch, in place; what it computes is in the CPU twin.
 
     Units of at most PIECE occurrences are summed by one program each. A unit that is a whole segment is applied at
-    once; the sums of pieces go to scratch memory, and a second kernel adds them in order and applies them. So a sum
-    depends on its segment alone and repeats bit for bit, whatever else is in the batch.
+    once. The sums of pieces go to scratch memory; the program that finds all others of its segment there adds them in
+    order and applies them. So a sum depends on its segment alone and repeats bit for bit, whatever else is in the
+    batch.
 
     Args:
         store: the rows.
@@ -71,35 +72,27 @@ def update(
     begin_update(store, gradients, clock, scratch, few)
     if num == 0:
         return
-    num_windows = most_long_segments(num)
     if few:
-        groups = Groups(scratch.order, scratch.counts, scratch.words, num_windows)
+        groups = Groups(scratch.order, scratch.counts, scratch.words)
     else:
         groups = group_by_row(store, gradients, scratch.counts, scratch.words)
     places, scales = scratch.places, scratch.scales
     key = ("update", Rule.of(spec, stochastic), values.dtype, places is not None, scales is not None)
-    units, combine = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, *key[1:]))
-    listed = (groups.order, groups.counts, groups.words)
-    common = (
-        gradients.ids, clock if table_keys is None else table_keys, clock, learning_rate, scratch.partials
+    launcher = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, *key[1:]))
+    launcher(
+        min(num, launcher.fill * _WAVES),
+        (values, groups.order if places is None else places, values if scales is None else scales, groups.order,
+         groups.counts, groups.words, gradients.ids, clock if table_keys is None else table_keys, clock, learning_rate,
+         scratch.partials),
+        (num, num_windows(num)),
     )  # fmt: skip
-    units(
-        min(num, units.fill * _WAVES),
-        (values, groups.order if places is None else places, values if scales is None else scales, *listed, *common),
-        (num, num_windows),
-    )
-    if num > PIECE:
-        combine(min(num_windows, combine.fill * _WAVES), (*listed, *common), (num, groups.most_long, num_windows))
 
 
-def _prepare(
-    store: RowStore, rule: Rule, gradient: torch.dtype, is_placed: bool, is_scaled: bool
-) -> tuple[Launcher, Launcher]:
-    """Prepare launches of both kernels for a store."""
-    shape, device = row_shape(store), store.device
+def _prepare(store: RowStore, rule: Rule, gradient: torch.dtype, is_placed: bool, is_scaled: bool) -> Launcher:
+    """Prepare launches for a store."""
+    shape = row_shape(store)
     block_dim = shape.block_dim
-    stays = (store.dims, store.state_offsets)
-    units = {
+    constants = {
         "RULE": rule,
         "ROW": shape,
         "GRADIENT": TRITON_DTYPES[gradient],
@@ -107,14 +100,14 @@ def _prepare(
         "SCALED": is_scaled,
         "AT_ONCE": max(4, min(16, 1024 // block_dim)),
         "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
+        "PARTIALS": max(4, min(32, _PARTIALS_TILE // block_dim)),
     }
-    combine = {"RULE": rule, "ROW": shape, "AT_ONCE": max(4, min(32, _COMBINE_TILE // block_dim))}
-    # The CPU twin rounds every product too.
-    options = {"num_warps": max(1, min(8, block_dim // 256)), "enable_fp_fusion": False}
-    return (
-        Launcher(device, _update_kernel, units, stays, **options),
-        Launcher(device, _combine_kernel, combine, stays, **options),
-    )
+    return Launcher(
+        store.device, _update_kernel, constants, (store.dims, store.state_offsets),
+        num_warps=max(1, min(8, block_dim // 256)), maxnreg=FULL_PROCESSOR,
+        # The CPU twin rounds every product too.
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -146,12 +139,33 @@ def _gradients(
 
 
 @triton.jit
+def _sum_of_pieces(
+    partials_ptr, window, length, num_windows, column, ROW: tl.constexpr, PARTIALS: tl.constexpr
+):  # fmt: skip
+    """Return the sum of a segment whose pieces have all been summed: the first, then the others in order."""
+    BLOCK_DIM: tl.constexpr = ROW.block_dim
+    first = partials_ptr + window.to(tl.int64) * BLOCK_DIM
+    # Other programs have written them: not from this multiprocessor's own cache.
+    sums = tl.load(first + column, cache_modifier=".cg")
+    others = first + num_windows.to(tl.int64) * BLOCK_DIM
+    num_pieces = tl.cdiv(length, _PIECE)
+    piece = 1
+    while piece < num_pieces:
+        lane = piece + tl.arange(0, PARTIALS)
+        partials = others + lane.to(tl.int64)[:, None] * BLOCK_DIM + column
+        values = tl.load(partials, mask=(lane < num_pieces)[:, None], other=0.0, cache_modifier=".cg")
+        sums += tl.sum(values, 0)[None, :]
+        piece += PARTIALS
+    return sums
+
+
+@triton.jit
 def _update_many(
     lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE: tl.constexpr,
-    ROW: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROW: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
-    counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, num = lists
+    counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, arrivals_ptr, num = lists
     num_many = tl.load(counts_ptr + MANY_UNITS)
     one = tl.arange(0, 1)
     BLOCK_DIM: tl.constexpr = ROW.block_dim
@@ -163,7 +177,7 @@ def _update_many(
         # Where units are not compacted there are places without one.
         if word >= 0:
             tables = one + table
-            # A piece leaves its row to the second kernel.
+            # A piece leaves its row to the last one of its segment.
             valid = one < tl.where(whole, 1, 0)
             row = open_rows(tl.load(addresses_ptr + place + one), tables, valid, column, formats, RULE, ROW)
             sums = tl.zeros([1, BLOCK_DIM], tl.float32)
@@ -178,12 +192,22 @@ def _update_many(
                 values = _gradients(i, present, column, column < row[2], grads, RULE, ROW, POOLED, SCALED)
                 sums += tl.sum(values, 0)[None, :]
                 done += width
+            first = tl.load(firsts_ptr + place)
             if whole:
-                i = tl.load(firsts_ptr + place + one)
-                close_rows(row, sums, i, tables, column, valid, constants, random, RULE, ROW)
+                close_rows(row, sums, first + one, tables, column, valid, constants, random, RULE, ROW)
             else:
                 window = tl.where(initial, 0, num_windows) + begin // _PIECE
                 tl.store(partials_ptr + window.to(tl.int64) * BLOCK_DIM + column, sums)
+                begin, length = unpack_segment(first)
+                # All threads have written their part of the sum.
+                tl.debug_barrier()
+                arrived = tl.atomic_add(arrivals_ptr + begin // _PIECE, 1, sem="acq_rel")
+                if arrived == tl.cdiv(length, _PIECE) - 1:
+                    tl.debug_barrier()
+                    row = open_rows(tl.load(addresses_ptr + place + one), tables, one < 1, column, formats, RULE, ROW)
+                    sums = _sum_of_pieces(partials_ptr, begin // _PIECE, length, num_windows, column, ROW, PARTIALS)
+                    i = tl.load(order_ptr + begin + one)
+                    close_rows(row, sums, i, tables, column, one < 1, constants, random, RULE, ROW)
         u += tl.num_programs(0)
 
 
@@ -240,64 +264,18 @@ def _update_kernel(
     SCALED: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
     constants = step_constants(clock_ptr, learning_rate_ptr, RULE)
     addresses_ptr = words_ptr + num
-    lists = (counts_ptr, order_ptr, words_ptr, addresses_ptr, addresses_ptr + num, num)
+    firsts_ptr = addresses_ptr + num
+    lists = (counts_ptr, order_ptr, words_ptr, addresses_ptr, firsts_ptr, firsts_ptr + num, num)
     grads = (grad_ptr, places_ptr, scales_ptr)
     random = (ids_ptr, keys_ptr, clock_ptr)
     formats = (dims_ptr, state_offsets_ptr)
     column = tl.arange(0, ROW.block_dim)[None, :]
     _update_many(
-        lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE, ROW, POOLED, SCALED, AT_ONCE
-    )
+        lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE, ROW, POOLED, SCALED, AT_ONCE,
+        PARTIALS,
+    )  # fmt: skip
     _update_few(lists, grads, random, formats, constants, column, RULE, ROW, POOLED, SCALED, ROWS)
-
-
-@triton.jit(do_not_specialize=["num", "most_long", "num_windows"])
-def _combine_kernel(
-    order_ptr,
-    counts_ptr,
-    words_ptr,
-    ids_ptr,
-    keys_ptr,
-    clock_ptr,
-    learning_rate_ptr,
-    partials_ptr,
-    num,
-    most_long,
-    num_windows,
-    dims_ptr,
-    state_offsets_ptr,
-    RULE: tl.constexpr,
-    ROW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    constants = step_constants(clock_ptr, learning_rate_ptr, RULE)
-    random = (ids_ptr, keys_ptr, clock_ptr)
-    formats = (dims_ptr, state_offsets_ptr)
-    column = tl.arange(0, ROW.block_dim)[None, :]
-    one = tl.arange(0, 1)
-    valid = one < 1
-    num_long = tl.load(counts_ptr + LONG_SEGMENTS)
-    long_ptr = words_ptr + 3 * num.to(tl.int64)
-    q = tl.program_id(0)
-    while q < num_long:
-        word = tl.load(long_ptr + q)
-        begin, _, table, _, _ = unpack(word)
-        if word >= 0:
-            num_pieces = tl.cdiv(tl.load(long_ptr + 2 * most_long + q).to(tl.int32), _PIECE)
-            tables = one + table
-            row = open_rows(tl.load(long_ptr + most_long + q + one), tables, valid, column, formats, RULE, ROW)
-            first = partials_ptr + (begin // _PIECE).to(tl.int64) * ROW.block_dim
-            sums = tl.load(first + column)
-            others = first + num_windows.to(tl.int64) * ROW.block_dim
-            piece = 1
-            while piece < num_pieces:
-                lane = piece + tl.arange(0, AT_ONCE)
-                partials = others + lane.to(tl.int64)[:, None] * ROW.block_dim + column
-                sums += tl.sum(tl.load(partials, mask=(lane < num_pieces)[:, None], other=0.0), 0)[None, :]
-                piece += AT_ONCE
-            i = tl.load(order_ptr + begin + one)
-            close_rows(row, sums, i, tables, column, valid, constants, random, RULE, ROW)
-        q += tl.num_programs(0)
