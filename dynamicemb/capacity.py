@@ -9,10 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from dynamicemb.aliases import also_named
 from dynamicemb.optimizer import OptimizerKind, get_optimizer_state_dim, optimizer_kind
 from dynamicemb.types import BUCKET_ALIGNMENT, DEMB_TABLE_ALIGN_SIZE, MAX_BUCKET_CAPACITY, Planned
-from dynamicemb.warn import warn
 
 DEFAULT_BUCKET_CAPACITY = 128
 # Slots of the tables of one module together: slots and rows have 32-bit numbers.
@@ -22,20 +20,6 @@ MAX_GROUP_SLOTS = 2**31 - 1
 _SPARED_ROWS = 4096
 _STATE_ALIGNMENT = 4
 _ROW_ALIGNMENT = 16
-
-
-class DynamicEmbDataType(enum.Enum):
-    """Element types by the names of the reference implementation."""
-
-    Float32 = torch.float32
-    Float16 = torch.float16
-    BFloat16 = torch.bfloat16
-    Int64 = torch.int64
-    UInt64 = torch.uint64
-    Int32 = torch.int32
-    UInt32 = torch.uint32
-    Int8 = torch.int8
-    UInt8 = torch.uint8
 
 
 # Bytes of one element of a weight, by its dtype.
@@ -70,39 +54,6 @@ def data_type_to_dtype(data_type: Any) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPE_OF_DATA_TYPE:
         raise ValueError(f"data_type {data_type!r} is not supported; use one of {', '.join(_DTYPE_OF_DATA_TYPE)}")
     return _DTYPE_OF_DATA_TYPE[name]
-
-
-def data_type_to_dyn_emb(data_type: Any) -> DynamicEmbDataType:
-    """Return our element type of a TorchRec ``DataType``."""
-    return torch_to_dyn_emb(data_type_to_dtype(data_type))
-
-
-def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
-    """Return the torch dtype of an element type."""
-    if not isinstance(data_type, DynamicEmbDataType):
-        raise TypeError(f"data_type must be a DynamicEmbDataType, got {data_type!r}")
-    return data_type.value
-
-
-@also_named(dtype="torch_dtype")
-def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
-    """Return the element type of a torch dtype.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        return DynamicEmbDataType(torch_dtype)
-    except ValueError:
-        known = ", ".join(str(member.value) for member in DynamicEmbDataType)
-        raise ValueError(f"torch_dtype {torch_dtype!r} is not supported; use one of {known}") from None
-
-
-def dtype_to_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of one element."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-    return dtype.itemsize
 
 
 def check_bucket_capacity(bucket_capacity: int | None) -> None:
@@ -266,19 +217,3 @@ def get_table_row_bytes(
     dtype = data_type_to_dtype(embedding_config.data_type)
     row = row_bytes(dtype, dim, get_optimizer_state_dim(optimizer_type, dim, dtype))
     return row * get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
-
-
-def get_constraint_capacity(
-    memory_bytes: int, dtype: torch.dtype, dim: int, optimizer_type: Any, bucket_capacity: int | None
-) -> int:
-    """Return how many rows fit into ``memory_bytes``, in whole buckets and at least one (then with a warning)."""
-    check_bucket_capacity(bucket_capacity)
-    bucket = bucket_capacity or DEFAULT_BUCKET_CAPACITY
-    if bucket == MAX_BUCKET_CAPACITY:
-        bucket = BUCKET_ALIGNMENT
-    bucket_bytes = bucket * row_bytes(dtype, dim, get_optimizer_state_dim(optimizer_type, dim, dtype))
-    if memory_bytes < bucket_bytes:
-        warn(
-            f"{memory_bytes} bytes hold no bucket of {bucket} rows ({bucket_bytes} bytes); using one bucket",
-        )
-    return max(memory_bytes // bucket_bytes, 1) * bucket

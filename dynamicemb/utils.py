@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dynamicemb.capacity import DTYPE_NUM_BYTES, torch_to_dyn_emb
+from dynamicemb.capacity import DTYPE_NUM_BYTES
+from dynamicemb.compatibility import torch_to_dyn_emb
 
 if TYPE_CHECKING:
     from dynamicemb.sharding.torchrec_types import TORCHREC_TYPES

@@ -101,7 +101,7 @@ def test_constants_have_the_documented_values() -> None:
     assert types.BUCKET_ALIGNMENT == types.DEMB_TABLE_ALIGN_SIZE == capacity.BUCKET_ALIGNMENT == 16
     assert utils.DTYPE_NUM_BYTES == {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
     assert utils.TORCHREC_TYPES == {EmbeddingBagCollection, EmbeddingCollection}
-    assert utils.torch_to_dyn_emb(torch_dtype=torch.float16) is capacity.DynamicEmbDataType.Float16
+    assert utils.torch_to_dyn_emb(torch_dtype=torch.float16) is dynamicemb_config.DynamicEmbDataType.Float16
     with pytest.raises(AttributeError, match="no attribute 'TORCHREC'"):
         utils.TORCHREC  # noqa: B018
 

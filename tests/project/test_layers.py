@@ -11,7 +11,17 @@ PACKAGE = "dynamicemb"
 # Highest first. A folder may import itself and what stands after it.
 LAYERS = ["inspection", "sharding", "checkpoint", "inference", "embedding", "table"]
 # The floor: imported by everyone, import only each other.
-LOW_MODULES = {"aliases", "types", "errors", "capacity", "admission", "host_memory", "score_strategy", "score_function"}
+LOW_MODULES = {
+    "aliases",
+    "types",
+    "errors",
+    "capacity",
+    "compatibility",
+    "admission",
+    "host_memory",
+    "score_strategy",
+    "score_function",
+}
 LOW_MODULES |= {"config_initializer", "dynamicemb_config"}
 LOW_MODULES |= {"optimizer"}
 LOW_MODULES |= {"environment", "version", "versions", "warn"}

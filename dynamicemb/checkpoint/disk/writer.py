@@ -17,7 +17,8 @@ _DEPTH = 4
 class WriteBehind:
     """Writes in a thread of its own, in the order of the calls, while the next rows are read and their checksums taken.
 
-    Use it as a context.
+    Use it as a context. It is no executor of ``concurrent.futures``, which would go on with the calls behind one that
+    failed.
     """
 
     def __init__(self, disk: FileSystem) -> None:

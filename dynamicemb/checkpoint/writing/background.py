@@ -12,7 +12,9 @@ from dynamicemb.warn import warn
 class DumpHandle:
     """A dump that is being written in the background.
 
-    A process has one at a time: the next dump waits for it. Interpreter exit does, too.
+    A process has one at a time: the next dump waits for it. Interpreter exit does, too. A thread does the work, and no
+    executor of ``concurrent.futures``: a forked child can join a thread that it does not have, but would wait for ever
+    for its future.
     """
 
     def __init__(self, path: str, disk: FileSystem, num_rows: int) -> None:

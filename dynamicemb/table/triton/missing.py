@@ -26,8 +26,8 @@ LEADERS_LENGTH = 0
 WORK_LENGTH = 1
 MISSING_LENGTH = 2
 LOSERS_LENGTH = 3
-# Not a length: how many programs have arrived where all wait for each other. In a cache line of its own: those that wait
-# read it again and again, and must not hold up those that count.
+# Not a length: how many programs have arrived where all wait for each other. It has a cache line of its own: those that
+# wait read it again and again, and must not hold up those that count.
 ARRIVED = 32
 _NUM_LENGTHS = 64
 
