@@ -88,7 +88,25 @@ class Ranks:
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Call ``work`` on rank 0; return its result, or raise its error, on all."""
-        return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        result: T | None = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        result, failure = self.of_first((result, None if error is None else _sendable(error, self.rank)))
+        if failure is not None:
+            raise failure if error is None else error
+        return result  # type: ignore[return-value]
+
+    def of_first(self, value: T) -> T:
+        """Return the value of rank 0; those of the others do not travel."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self.global_ranks[0], group=self.group)
+        return values[0]
 
 
 def check_reachable(world_size: int) -> None:

@@ -69,6 +69,9 @@ class RanksApart(Ranks):
         parts = self._exchanged(padded)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
+    def of_first(self, value: T) -> T:
+        return self.gather(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
     def _exchanged(self, values: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(values) for _ in range(self.world_size)]
         options = dist.distributed_c10d.AllgatherOptions()

@@ -352,7 +352,8 @@ class BatchedDynamicEmbeddingTablesV2(TableScores, ReferenceCalls, TableReports,
                 placed = place(group, plan)
                 self.insert_checks.after_insert()
                 is_frozen = len(plan.training.frozen) == len(self.dims)
-                anchor = self._empty_tensor.detach() if is_frozen else self._empty_tensor
+                anchor = self._parameters["_empty_tensor"]
+                anchor = anchor.detach() if is_frozen else anchor  # type: ignore[union-attr,assignment]
                 output: torch.Tensor = LookupFunction.apply(
                     anchor, batch.per_sample_weights, group, placed, self._training_reading
                 )
@@ -373,7 +374,7 @@ class BatchedDynamicEmbeddingTablesV2(TableScores, ReferenceCalls, TableReports,
 
     def frozen_tables(self) -> tuple[int, ...]:
         """Return the tables that are not trained at present, all after ``requires_grad_(False)``."""
-        if not self._empty_tensor.requires_grad:
+        if not self._parameters["_empty_tensor"].requires_grad:  # type: ignore[union-attr]
             return tuple(range(len(self.dims)))
         return frozen_among(self.weight_holders)
 

@@ -11,15 +11,12 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
     _apply_mean_pooling,
 )
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
 from dynamicemb.sharding.bag_mean import DynamicBagContext, averages_of, divide, divisors
 from dynamicemb.sharding.checks.features import check_weights
-from dynamicemb.sharding.checks.params import check_fused_params, weights_of
-from dynamicemb.sharding.checks.plan import checked_plan
 from dynamicemb.sharding.compute_kernels import needs_counts
 from dynamicemb.sharding.exchange.pooled_output import RwPooledSharding
 from dynamicemb.sharding.exchange.requests import let_go_of_graphs
@@ -33,7 +30,8 @@ from dynamicemb.sharding.exchange.weight_gradients import (
     taking_part,
     with_gradients,
 )
-from dynamicemb.sharding.planning.constraints import is_dynamic, plan_for_our_tables
+from dynamicemb.sharding.planning.constraints import is_dynamic
+from dynamicemb.sharding.sharder import DynamicSharder
 from dynamicemb.sharding.shardings import DynamicRwPooledSharding, check_env, share_seed, split_off_dynamic
 from dynamicemb.sharding.with_dynamic_tables import WithDynamicTables
 from dynamicemb.sharding.wrapped import check_input_dist
@@ -202,7 +200,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         return let_go_of_graphs(awaitable)
 
 
-class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+class DynamicEmbeddingBagCollectionSharder(DynamicSharder, EmbeddingBagCollectionSharder):
     """Shards an EmbeddingBagCollection whose plan has dynamic tables.
 
     Args:
@@ -211,6 +209,9 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         qcomm_codecs_registry: as in TorchRec.
         missing_features_as_empty: read a feature that a batch lacks as one without ids; otherwise it is an error.
     """
+
+    CONFIGS = "embedding_bag_configs"
+    TABLES = "embedding_bags"
 
     def __init__(
         self,
@@ -221,35 +222,6 @@ class DynamicEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self.missing_features_as_empty = missing_features_as_empty
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicEmbeddingBagCollection:
-        """Make the sharded module; a collective on all ranks of `env`.
-
-        Raises:
-            TypeError: ``fused_params`` have a name that dynamic tables do not know.
-            ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
-        """
-        params = checked_plan(params, module.embedding_bag_configs())
-        params = plan_for_our_tables(params, module_fqn)
-        check_fused_params(self.fused_params, params, weights_of(module.embedding_bags), device)
-        sharded = ShardedDynamicEmbeddingBagCollection(
-            module=module,
-            table_name_to_parameter_sharding=params,
-            env=env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-        sharded.missing_features_as_empty = self.missing_features_as_empty
-        return sharded
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types of a device; TorchRec lists row-wise for GPUs only, though gloo can do it too."""

@@ -9,18 +9,15 @@ from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection,
 )
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.types import ParameterSharding, ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.sharding.checks.params import check_fused_params, weights_of
-from dynamicemb.sharding.checks.plan import checked_plan
 from dynamicemb.sharding.compute_kernels import needs_counts
 from dynamicemb.sharding.exchange.dedup import Deduplication
 from dynamicemb.sharding.exchange.requests import let_go_of_graphs
 from dynamicemb.sharding.exchange.sent_batch import Sending, forget_counts
 from dynamicemb.sharding.exchange.stand_in import sequences_without_padding
-from dynamicemb.sharding.planning.constraints import plan_for_our_tables
+from dynamicemb.sharding.sharder import DynamicSharder
 from dynamicemb.sharding.shardings import (
     DYNAMIC_ROW_WISE,
     DynamicRwSequenceSharding,
@@ -168,7 +165,7 @@ def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
     return let_go_of_graphs(awaitable)
 
 
-class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+class DynamicEmbeddingCollectionSharder(DynamicSharder, EmbeddingCollectionSharder):
     """Shards an EmbeddingCollection whose plan has dynamic tables.
 
     Args:
@@ -178,6 +175,9 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         use_index_dedup: send every distinct id once.
         missing_features_as_empty: read a feature that a batch lacks as one without ids; otherwise it is an error.
     """
+
+    CONFIGS = "embedding_configs"
+    TABLES = "embeddings"
 
     def __init__(
         self,
@@ -190,35 +190,9 @@ class DynamicEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         self.missing_features_as_empty = missing_features_as_empty
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicEmbeddingCollection:
-        """Make the sharded module; a collective on all ranks of `env`.
-
-        Raises:
-            TypeError: ``fused_params`` have a name that dynamic tables do not know.
-            ValueError: an optimizer that static tables cannot use on the CPU, or a plan that contradicts itself.
-        """
-        params = checked_plan(params, module.embedding_configs())
-        params = plan_for_our_tables(params, module_fqn)
-        check_fused_params(self.fused_params, params, weights_of(module.embeddings), device)
-        sharded = ShardedDynamicEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
-            module_fqn=module_fqn,
-        )
-        sharded.missing_features_as_empty = self.missing_features_as_empty
-        return sharded
+    def module_arguments(self) -> dict[str, Any]:
+        """Return whether every distinct id is sent once."""
+        return {"use_index_dedup": self._use_index_dedup}
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicEmbeddingCollection]:

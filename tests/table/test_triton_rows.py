@@ -215,6 +215,28 @@ def test_pool_docstring_example(kernels, device):
         torch.testing.assert_close(out.cpu(), torch.tensor([first, [0.0, 0.0], [10.0, 20.0]]))
 
 
+@pytest.mark.parametrize("dims", [[16, 16], [5, 64]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pooling", [POOLING_SUM, POOLING_MEAN])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_c02_bags_of_at_most_one_id_are_copied_bit_for_bit(kernels, device, dims, dtype, pooling, weighted):
+    """Also where they are beside longer bags; a sum is never -0."""
+    store = make_store(dims, dtype, [1, 0])
+    for t in range(2):
+        weights_of(store, t)[:12, ::2] = -0.0
+    lookup = make_lookup(store, [2, 1], 37, pooling, longest=1, weighted=weighted)
+    longer = make_lookup(store, [1, 1], 9, pooling, longest=2, weighted=weighted)
+    missing_values = torch.tensor([0.25, -1.0])
+    for batch in (lookup, longer):
+        arguments = (batch.rows, batch.offsets, batch.layout, batch.per_sample_weights)
+        expected = cpu.pool(store, *arguments, missing_values, dtype)
+        here = to_device(batch, device)
+        arguments = (here.rows, here.offsets, here.layout, here.per_sample_weights)
+        out = kernels.pool(copy_store(store, device), *arguments, missing_values.to(device), dtype).cpu()
+        # Two values have one sum, whatever their order; pooling weights are multiplied before.
+        assert torch.equal(out, expected) and torch.equal(out.signbit(), expected.signbit())
+
+
 @pytest.mark.parametrize("missing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_c02_pool_takes_long_bags_and_many(kernels, device, missing, weighted):

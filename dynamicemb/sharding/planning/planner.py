@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import pickle
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torchrec.distributed.types import (
 )
 
 from dynamicemb.capacity import MAX_GROUP_SLOTS
+from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.dynamicemb_config import DynamicEmbTableOptions
 from dynamicemb.sharding.checks.constraints import check_constraint, warn_about_capacities
 from dynamicemb.sharding.checks.sharders import check_planned, check_sharders
@@ -161,16 +161,7 @@ class DynamicEmbeddingShardingPlanner:
                 f"topology has world_size={self._topology.world_size} but the process group has "
                 f"{dist.get_world_size(group)} ranks; give the planner a topology of the ranks that share the tables"
             )
-        answer: list[Any] = [None, None]
-        if dist.get_rank(group) == 0:
-            try:
-                answer = [self._plan_static(module, sharders), None]
-            except Exception as error:
-                answer = [None, _sendable(error)]
-        dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-        plan, failure = answer
-        if failure is not None:
-            raise failure
+        plan = Ranks(group).on_first(lambda: self._plan_static(module, sharders))
         return self._with_dynamic_tables(plan)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
@@ -226,15 +217,6 @@ class DynamicEmbeddingShardingPlanner:
             dynamicemb_options=options,
             group=group,
         )
-
-
-def _sendable(error: Exception) -> Exception:
-    """Return an error that survives pickling: the same one, or one with its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"rank 0 could not plan: {type(error).__name__}: {error}")
-    return error
 
 
 def memory_report(memory: dict[str, TableMemory]) -> str:

@@ -147,12 +147,10 @@ class Launcher:
             with torch.cuda.device(device):
                 self(programs, pointers, integers)
             return
-        words = []
+        words = [pointer if isinstance(pointer, int) else pointer.data_ptr() for pointer in pointers]
         together = 0
-        for pointer in pointers:
-            word = pointer if isinstance(pointer, int) else pointer.data_ptr()
+        for word in words:
             together |= word
-            words.append(word)
         aligned = self._aligned and together % _ALIGNMENT == 0
         compiled = self._compiled[aligned]
         if compiled is None:

@@ -96,6 +96,7 @@ def _prepare(store: RowStore, output_dtype: torch.dtype, pooling: int, is_weight
         "WEIGHTED": is_weighted,
         "AT_ONCE": rows_at_once(shape),
         "OUTPUT": TRITON_DTYPES[output_dtype],
+        "BAGS": _MOST_BAGS,
     }
     stays = (store.row_bytes, store.dims, store.chunk_shift)
     return Launcher(store.device, _pool_kernel, constants, stays, num_warps=pool_warps(shape)), _MOST_BAGS
@@ -187,6 +188,36 @@ def _add_rows(
     return sums
 
 
+@triton.jit
+def _copy_bags(
+    bag, i, full, rows_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, missing_values_ptr, out_ptr,
+    chunk_bases_ptr, row_bytes_ptr, dims_ptr, batch_size, width, chunk_shift, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, ROW_BYTES: tl.constexpr, WEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Write bags ``[R]``, each of which is ``full`` with one occurrence ``i`` or empty; a bag may come twice."""
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    row = tl.load(rows_ptr + i, mask=full, other=-1)
+    found = full & (row >= 0)
+    table, place = bag_table_and_place(bag, feature_tables_ptr, column_offsets_ptr, batch_size, width, ALIGNMENT)
+    columns = column < DIM
+    if DIM == 0:
+        columns = column < tl.load(dims_ptr + table)[:, None]
+    address = row_addresses(row, table, found, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
+    mask = found[:, None]
+    if BLOCK_DIM != DIM:
+        mask = mask & columns
+    values = load_float(pointers(address, WEIGHT)[:, None] + column, mask)
+    missing = full & (row < 0)
+    if tl.max(missing.to(tl.int32), 0) > 0:
+        filler = tl.load(missing_values_ptr + table, mask=missing, other=0.0)
+        values = tl.where(missing[:, None], filler[:, None], values)
+    if WEIGHTED:
+        values *= tl.load(weights_ptr + i, mask=full, other=0.0)[:, None]
+    # As a sum, of which zero has no sign.
+    store_float(out_ptr + place[:, None] + column, values + 0.0, columns & (bag >= 0)[:, None], ".cs")
+
+
 @triton.jit(do_not_specialize=["num_bags", "each", "batch_size", "width", "chunk_shift"])
 def _pool_kernel(
     rows_ptr,
@@ -213,13 +244,26 @@ def _pool_kernel(
     WEIGHTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OUTPUT: tl.constexpr,
+    BAGS: tl.constexpr,
 ):
     k = tl.program_id(0) * each
-    pool_bags(
-        k, tl.minimum(k + each, num_bags), rows_ptr, offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr,
-        missing_values_ptr, out_ptr, chunk_bases_ptr, row_bytes_ptr, dims_ptr, batch_size, width, chunk_shift, DIM,
-        BLOCK_DIM, ROW_BYTES, WEIGHT, ALIGNMENT, MEAN, WEIGHTED, AT_ONCE,
-    )  # fmt: skip
+    last = tl.minimum(k + each, num_bags)
+    # Many features have one id for each sample: then no bag of the program holds up another.
+    bag = tl.minimum(k + tl.arange(0, BAGS), last - 1)
+    begin = tl.load(offsets_ptr + bag)
+    length = tl.load(offsets_ptr + bag + 1) - begin
+    if tl.max(length, 0) <= 1:
+        _copy_bags(
+            bag, begin, length > 0, rows_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, missing_values_ptr,
+            out_ptr, chunk_bases_ptr, row_bytes_ptr, dims_ptr, batch_size, width, chunk_shift, DIM, BLOCK_DIM,
+            ROW_BYTES, WEIGHT, ALIGNMENT, WEIGHTED,
+        )  # fmt: skip
+    else:
+        pool_bags(
+            k, last, rows_ptr, offsets_ptr, feature_tables_ptr, column_offsets_ptr, weights_ptr, missing_values_ptr,
+            out_ptr, chunk_bases_ptr, row_bytes_ptr, dims_ptr, batch_size, width, chunk_shift, DIM, BLOCK_DIM,
+            ROW_BYTES, WEIGHT, ALIGNMENT, MEAN, WEIGHTED, AT_ONCE,
+        )  # fmt: skip
 
 
 def pool_weights_grad(
