@@ -48,6 +48,8 @@ class Scratch:
             either kind begin at least PIECE occurrences apart.
         places: i64 ``[N]``, where an occurrence's gradient starts, as in ``Gradients``; None: one after the other.
         scales: f32 ``[N]``, its factor; None where all are 1.
+        sorted_places: i64 ``[N]``, of a large batch of bags: ``places`` in the order of ``Groups.order``; else None.
+        sorted_scales: f32 ``[N]``, likewise.
     """
 
     memory: torch.Tensor
@@ -57,6 +59,8 @@ class Scratch:
     partials: Any
     places: Any
     scales: Any
+    sorted_places: Any
+    sorted_scales: Any
 
     @classmethod
     def allocate(cls, gradients: Gradients, block_dim: int) -> "Scratch":
@@ -73,7 +77,10 @@ class Scratch:
         partials = order + (2 * (num + num % 2) if num <= MOST_RANKED else 0)
         places = partials + 2 * windows * block_dim
         scales = places + (2 * (num + num % 2) if pooled else 0)
-        end = scales + (num if scaled else 0)
+        sorted_places = scales + (4 * cdiv(num, 4) if scaled else 0)
+        sorts = pooled and num > MOST_RANKED
+        sorted_scales = sorted_places + (2 * (num + num % 2) if sorts else 0)
+        end = sorted_scales + (num if sorts and scaled else 0)
         memory = torch.empty(end, dtype=torch.int32, device=gradients.rows.device)
         return cls(
             memory,
@@ -83,6 +90,8 @@ class Scratch:
             carve(memory, partials, 2 * windows * block_dim, torch.float32),
             carve(memory, places, num, torch.int64) if pooled else gradients.places,
             carve(memory, scales, num, torch.float32) if scaled else gradients.scales,
+            carve(memory, sorted_places, num, torch.int64) if sorts else None,
+            carve(memory, sorted_scales, num, torch.float32) if sorts and scaled else None,
         )
 
 

@@ -41,6 +41,8 @@ _SCRATCH_DTYPES = {
     "places_ptr": torch.int64,
     "rows_ptr": torch.int32,
     "scales_ptr": torch.float32,
+    "sorted_places_ptr": torch.int64,
+    "sorted_scales_ptr": torch.float32,
     "tables_ptr": torch.int32,
     "words_ptr": torch.int64,
 }

@@ -8,8 +8,11 @@ import triton.language as tl
 from dynamicemb.optimizer import OptimizerSpec
 from dynamicemb.table.triton.constants import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, UPDATES
 from dynamicemb.table.triton.philox import philox4x32, words_of
-from dynamicemb.table.triton.rows import bf16_bits, load_float, pointers, store_float
+from dynamicemb.table.triton.rows import bf16_bits, load_evicting, pointers, store_float
 
+
+import os
+_E2 = tl.constexpr(int(os.environ.get('E2','0')))
 
 class Rule(NamedTuple):
     """An optimizer as kernels are compiled for it; their parameter RULE.
@@ -95,7 +98,7 @@ def open_rows(address, table, valid, column, formats, RULE: tl.constexpr, ROW: t
         state += tl.multiple_of(tl.load(formats[1] + table) // 4, STATE_ALIGNMENT)
     state = state[:, None]
     weights = pointers(address, ROW.weight)[:, None] + column
-    old = load_float(weights, inside)
+    old = load_evicting(weights, inside, "evict_first" if _E2 else "")
     first = tl.zeros([1, 1], tl.float32)
     second = tl.zeros([1, 1], tl.float32)
     if RULE.kind == ADAM:

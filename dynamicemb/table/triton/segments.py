@@ -1,7 +1,7 @@
 """Group the occurrences of a batch by row, and cut the groups into units of work."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -64,7 +64,25 @@ def num_windows(num: int) -> int:
     return num // PIECE + 1
 
 
-def group_by_row(store: RowStore, gradients: Gradients, counts: Any = None, words: Any = None) -> Groups:
+class Sorted(NamedTuple):
+    """Where gradients are, in the order of the batch and in that of the rows; parts of scratch memory.
+
+    Attributes:
+        places: i64 ``[N]``, as in ``Gradients``.
+        scales: f32 ``[N]``, or None.
+        sorted_places: i64 ``[N]``, written.
+        sorted_scales: f32 ``[N]``, written; or None.
+    """
+
+    places: Any
+    scales: Any
+    sorted_places: Any
+    sorted_scales: Any
+
+
+def group_by_row(
+    store: RowStore, gradients: Gradients, counts: Any = None, words: Any = None, located: Sorted | None = None
+) -> Groups:
     """Sort the occurrences of a batch by row, keeping their order within a row, and list the units of work.
 
     The sort is stable and the pieces are counted from their segment's start, so what is summed
@@ -75,6 +93,7 @@ def group_by_row(store: RowStore, gradients: Gradients, counts: Any = None, word
         gradients: of the occurrences; those of row -1 are in no unit.
         counts: memory for ``Groups.counts``, zeros; None allocates it, and ``words``, here.
         words: memory for ``Groups.words``.
+        located: where the gradients are, to be sorted too; None: they are not.
 
     Example: ``rows = [7, -1, 3, 7]`` gives ``order = [1, 2, 0, 3]`` and the units (begin 1, count 1) and (2, 2).
 
@@ -86,18 +105,26 @@ def group_by_row(store: RowStore, gradients: Gradients, counts: Any = None, word
         counts = torch.zeros(2, dtype=torch.int32, device=device)
         words = torch.empty(3 * num + num_windows(num), dtype=torch.int64, device=device)
     ordered, order = torch.sort(rows, stable=True)
-    launcher = store.prepared.get("segments") or store.prepared.setdefault("segments", _prepare(store))
+    is_scaled = located is not None and located.scales is not None
+    key = ("segments", located is not None, is_scaled)
+    launcher = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, *key[1:]))
+    places: tuple[Any, ...] = (order,) * 4
+    if located is not None:
+        places = located if is_scaled else (located.places, order, located.sorted_places, order)
     launcher(
         cdiv(num, _BLOCK),
-        (ordered, order, gradients.table_ranges, store.chunk_bases, counts, words),
+        (ordered, order, gradients.table_ranges, store.chunk_bases, counts, words, *places),
         (num,),
     )
     return Groups(order, counts, words)
 
 
-def _prepare(store: RowStore) -> Launcher:
+def _prepare(store: RowStore, is_placed: bool, is_scaled: bool) -> Launcher:
     """Prepare launches for a store."""
-    constants = {"ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK}
+    constants = {
+        "ROW_BYTES": row_shape(store).row_bytes, "PIECE": PIECE, "FEW": FEW, "BLOCK": _BLOCK, "PLACED": is_placed,
+        "SCALED": is_scaled,
+    }  # fmt: skip
     stays = (store.row_bytes, store.num_tables, store.chunk_shift)
     return Launcher(store.device, _group_kernel, constants, stays, num_warps=_WARPS, maxnreg=FULL_PROCESSOR)
 
@@ -172,6 +199,10 @@ def _group_kernel(
     chunk_bases_ptr,
     counts_ptr,
     words_ptr,
+    places_ptr,
+    scales_ptr,
+    sorted_places_ptr,
+    sorted_scales_ptr,
     num,
     row_bytes_ptr,
     num_tables,
@@ -180,6 +211,8 @@ def _group_kernel(
     PIECE: tl.constexpr,
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK
     p = first + tl.arange(0, BLOCK)
@@ -202,7 +235,11 @@ def _group_kernel(
     length = end - begin
     whole = length <= PIECE
     unit = valid & ((p - begin) % PIECE == 0)
-    i = tl.load(order_ptr + p, mask=unit, other=0)
+    i = tl.load(order_ptr + p, mask=valid if PLACED else unit, other=0)
+    if PLACED:
+        tl.store(sorted_places_ptr + p, tl.load(places_ptr + i, mask=valid, other=0), mask=valid)
+    if SCALED:
+        tl.store(sorted_scales_ptr + p, tl.load(scales_ptr + i, mask=valid, other=0.0), mask=valid)
     table = find_range(i, table_ranges_ptr, tl.zeros([BLOCK], tl.int32), num_tables)
     address = row_addresses(row, table, unit, chunk_bases_ptr, row_bytes_ptr, chunk_shift, ROW_BYTES)
     word = pack(p, tl.minimum(end - p, PIECE), table, head, whole)

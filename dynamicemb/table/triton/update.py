@@ -9,7 +9,7 @@ from dynamicemb.table.rows import RowStore
 from dynamicemb.table.stepping.gradients import Gradients
 from dynamicemb.table.triton.begin_update import MOST_RANKED, Scratch, begin_update
 from dynamicemb.table.triton.launch import FULL_PROCESSOR, Launcher
-from dynamicemb.table.triton.rows import TRITON_DTYPES, row_shape, stream_float
+from dynamicemb.table.triton.rows import TRITON_DTYPES, load_evicting, row_shape
 from dynamicemb.table.triton.rules import Rule, close_rows, open_rows, step_constants
 from dynamicemb.table.triton.segments import (
     FEW,
@@ -17,6 +17,7 @@ from dynamicemb.table.triton.segments import (
     MANY_UNITS,
     PIECE,
     Groups,
+    Sorted,
     group_by_row,
     num_windows,
     unpack,
@@ -25,6 +26,8 @@ from dynamicemb.table.triton.segments import (
 
 _FEW = tl.constexpr(FEW)
 _PIECE = tl.constexpr(PIECE)
+import os
+_E1 = tl.constexpr(int(os.environ.get('E1','1')))
 # Programs beyond those that fit at once even out unequal shares.
 _WAVES = 4
 # Values of a tile of whole segments.
@@ -75,9 +78,14 @@ def update(
     if few:
         groups = Groups(scratch.order, scratch.counts, scratch.words)
     else:
-        groups = group_by_row(store, gradients, scratch.counts, scratch.words)
-    places, scales = scratch.places, scratch.scales
-    key = ("update", Rule.of(spec, stochastic), values.dtype, places is not None, scales is not None)
+        located = None
+        if scratch.sorted_places is not None:
+            located = Sorted(scratch.places, scratch.scales, scratch.sorted_places, scratch.sorted_scales)
+        groups = group_by_row(store, gradients, scratch.counts, scratch.words, located)
+    places, scales, is_sorted = scratch.places, scratch.scales, scratch.sorted_places is not None
+    if is_sorted:
+        places, scales = scratch.sorted_places, scratch.sorted_scales
+    key = ("update", Rule.of(spec, stochastic), values.dtype, places is not None, scales is not None, is_sorted)
     launcher = store.prepared.get(key) or store.prepared.setdefault(key, _prepare(store, *key[1:]))
     launcher(
         min(num, launcher.fill * _WAVES),
@@ -88,7 +96,9 @@ def update(
     )  # fmt: skip
 
 
-def _prepare(store: RowStore, rule: Rule, gradient: torch.dtype, is_placed: bool, is_scaled: bool) -> Launcher:
+def _prepare(
+    store: RowStore, rule: Rule, gradient: torch.dtype, is_placed: bool, is_scaled: bool, is_sorted: bool
+) -> Launcher:
     """Prepare launches for a store."""
     shape = row_shape(store)
     block_dim = shape.block_dim
@@ -98,6 +108,7 @@ def _prepare(store: RowStore, rule: Rule, gradient: torch.dtype, is_placed: bool
         "GRADIENT": TRITON_DTYPES[gradient],
         "POOLED": is_placed,
         "SCALED": is_scaled,
+        "SORTED": is_sorted,
         "AT_ONCE": max(4, min(16, 1024 // block_dim)),
         "ROWS": max(1, min(32, _FEW_TILE // block_dim)),
         "PARTIALS": max(4, min(32, _PARTIALS_TILE // block_dim)),
@@ -128,7 +139,8 @@ def _gradients(
     mask = present[:, None]
     if ROW.block_dim != ROW.dim:
         mask = mask & columns
-    values = stream_float(grad_ptr + place[:, None] + column, mask)
+    # Each occurrence of a bag reads the bag's gradient.
+    values = load_evicting(grad_ptr + place[:, None] + column, mask, "evict_last" if POOLED and _E1 else "evict_first")
     if RULE.clip > 0:
         # Comparisons with NaN are false: NaN stays.
         values = tl.where(values > RULE.clip, RULE.clip, values)
@@ -162,7 +174,8 @@ def _sum_of_pieces(
 @triton.jit
 def _update_many(
     lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE: tl.constexpr,
-    ROW: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr, PARTIALS: tl.constexpr,
+    ROW: tl.constexpr, POOLED: tl.constexpr, SCALED: tl.constexpr, SORTED: tl.constexpr, AT_ONCE: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """Work on units of many occurrences: one at a time, AT_ONCE gradients in flight."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr, arrivals_ptr, num = lists
@@ -188,7 +201,9 @@ def _update_many(
             while done < count:
                 lane = done + tl.arange(0, AT_ONCE)
                 present = lane < tl.minimum(count, done + width)
-                i = tl.load(order_ptr + begin + lane, mask=present, other=0)
+                i = begin + lane
+                if not SORTED:
+                    i = tl.load(order_ptr + i, mask=present, other=0)
                 values = _gradients(i, present, column, column < row[2], grads, RULE, ROW, POOLED, SCALED)
                 sums += tl.sum(values, 0)[None, :]
                 done += width
@@ -214,7 +229,7 @@ def _update_many(
 @triton.jit
 def _update_few(
     lists, grads, random, formats, constants, column, RULE: tl.constexpr, ROW: tl.constexpr, POOLED: tl.constexpr,
-    SCALED: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Work on whole segments of few occurrences: ROWS side by side, first the first occurrence of each."""
     counts_ptr, order_ptr, units_ptr, addresses_ptr, firsts_ptr = lists[:5]
@@ -228,12 +243,14 @@ def _update_few(
         address = tl.load(addresses_ptr + u, mask=valid, other=0)
         row = open_rows(address, table, valid, column, formats, RULE, ROW)
         columns = column < row[2]
-        sums = _gradients(i, valid, column, columns, grads, RULE, ROW, POOLED, SCALED)
+        sums = _gradients(begin if SORTED else i, valid, column, columns, grads, RULE, ROW, POOLED, SCALED)
         longest = tl.max(count, 0)
         done = 1
         while done < longest:
             present = done < count
-            other = tl.load(order_ptr + begin + done, mask=present, other=0)
+            other = begin + done
+            if not SORTED:
+                other = tl.load(order_ptr + other, mask=present, other=0)
             sums += _gradients(other, present, column, columns, grads, RULE, ROW, POOLED, SCALED)
             done += 1
         close_rows(row, sums, i, table, column, valid, constants, random, RULE, ROW)
@@ -262,6 +279,7 @@ def _update_kernel(
     GRADIENT: tl.constexpr,
     POOLED: tl.constexpr,
     SCALED: tl.constexpr,
+    SORTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -275,7 +293,7 @@ def _update_kernel(
     formats = (dims_ptr, state_offsets_ptr)
     column = tl.arange(0, ROW.block_dim)[None, :]
     _update_many(
-        lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE, ROW, POOLED, SCALED, AT_ONCE,
-        PARTIALS,
+        lists, grads, random, formats, constants, partials_ptr, num_windows, column, RULE, ROW, POOLED, SCALED, SORTED,
+        AT_ONCE, PARTIALS,
     )  # fmt: skip
-    _update_few(lists, grads, random, formats, constants, column, RULE, ROW, POOLED, SCALED, ROWS)
+    _update_few(lists, grads, random, formats, constants, column, RULE, ROW, POOLED, SCALED, SORTED, ROWS)
