@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamicemb import DynamicEmbError, import_static
+from dynamicemb import DynamicEmbDump, DynamicEmbError, DynamicEmbLoad, import_static
 from tests.checkpoint.test_import_static_tables import DIM, module, rows_of
 
 KEY = "embeddings.t.weight"
@@ -95,3 +95,48 @@ def test_messages_say_what_to_pass_instead(tmp_path: Path) -> None:
             import_static(module(), {KEY: rows_of(3)}, id_maps={"t": ids})
     with pytest.raises(ValueError, match=r"^optimizer: .* has no file '.metadata'"):
         import_static(module("exact_adagrad"), {KEY: rows_of(3)}, tmp_path)
+
+
+class Towers(torch.nn.Module):
+    """Two towers of a model, each with a table of the same name."""
+
+    def __init__(self, *towers: torch.nn.Module) -> None:
+        super().__init__()
+        self.towers = torch.nn.ModuleDict({name: torch.nn.Sequential(t) for name, t in zip("ab", towers, strict=True)})
+
+
+def test_tables_of_one_name_in_nested_modules_keep_their_own_rows(tmp_path: Path) -> None:
+    model = Towers(module("exact_adagrad"), module("exact_adagrad"))
+    values = {f"towers.{name}.0.{KEY}": rows_of(20, salt=i) for i, name in enumerate("ab")}
+    state = {f"towers.{name}.0.{KEY}": {"t.momentum1": torch.full((20, DIM), 2.0 + i)} for i, name in enumerate("ab")}
+    import_static(model, values, {"state": state})
+
+    def check(imported: torch.nn.Module) -> None:
+        for i, tower in enumerate(imported.towers.values()):
+            tables = tower[0].eval()
+            output = tables(torch.arange(20), torch.arange(21))
+            assert torch.equal(output, rows_of(20, salt=i)), "an evaluation reads the static rows bit for bit"
+            _, states = tables.tables.read(0, tables.tables.find(torch.arange(20), torch.tensor([0, 20])))
+            assert torch.equal(states, torch.full((20, DIM), 2.0 + i))
+
+    check(model)
+    # What was imported is dumped and loaded as what was trained.
+    DynamicEmbDump(str(tmp_path / "dump"), model, optim=True)
+    again = Towers(module("exact_adagrad"), module("exact_adagrad"))
+    DynamicEmbLoad(str(tmp_path / "dump"), again, optim=True)
+    check(again)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([4, 4, 5], "4 is there more than once; give each once"),
+        ([4, 4, 5, 5], "4 is there more than once, as is 1 other; give"),
+        ([4, 4, 5, 5, 6, 6], "4 is there more than once, as are 2 others; give"),
+    ],
+)
+def test_ids_that_come_twice_are_counted(ids: list[int], words: str) -> None:
+    tables = module()
+    rows = rows_of(len(ids))
+    with pytest.raises(ValueError, match=words):
+        import_static(tables, {KEY: rows}, optimizer=False, id_maps={"t": torch.tensor(ids)})

@@ -441,7 +441,7 @@ def test_a_row_that_gets_lost_on_the_way_is_an_error(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "exchange", lose)
-        with pytest.raises(DynamicEmbError, match="20 rows were sent and 19 came; the table is empty"):
+        with pytest.raises(DynamicEmbError, match="20 rows were sent and 19 came; all tables of the call are empty"):
             import_static(tables, {"embeddings.t.weight": rows_of(20)})
     assert tables.stats()["t"]["size"] == 0
     size = group.size

@@ -107,7 +107,7 @@ class Filler:
         if different.any():
             raise DynamicEmbError(
                 f"table {table}: {int(different.sum())} rows are not as they were written, the first one that of id "
-                f"{int(ids[different][0])}; memory may be damaged, the table is empty"
+                f"{int(ids[different][0])}; memory may be damaged, all tables of the call are empty"
             )
 
     def finish(self) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class Filler:
         if size != self.num_received - lost:
             raise DynamicEmbError(
                 f"table {self._table}: of {self.num_received} rows {size} are in the table and {lost} are known to be "
-                "lost; the table is empty"
+                "lost; all tables of the call are empty"
             )
         return self.num_received, self._importer.num_lost
 

@@ -193,9 +193,8 @@ def _check_distinct(values: torch.Tensor, what: str) -> None:
     ordered = values.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]].unique()
     if twice.numel():
-        raise ValueError(
-            f"{what} {twice[0]} is there more than once, as are {twice.numel() - 1} others; give each once"
-        )
+        others = {1: "", 2: ", as is 1 other"}.get(twice.numel(), f", as are {twice.numel() - 1} others")
+        raise ValueError(f"{what} {twice[0]} is there more than once{others}; give each once")
 
 
 def _last_of_each(row_ids: RowIds) -> RowIds:
