@@ -289,7 +289,8 @@ def _report(plan: TablePlan, counts: list[tuple[int, int]], ranks: Ranks) -> Sta
     row_ids, num_rows = plan.row_ids, plan.weights.num_rows
     if received != row_ids.num_ids:
         raise DynamicEmbError(
-            f"table {plan.table}: {row_ids.num_ids} rows were sent and {received} came; all tables of the call are empty"
+            f"table {plan.table}: {row_ids.num_ids} rows were sent and {received} came; all tables of the call are "
+            "empty"
         )
     without = num_rows - row_ids.num_ids - row_ids.num_repeated
     if lost and ranks.rank == 0:

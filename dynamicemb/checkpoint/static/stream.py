@@ -119,8 +119,8 @@ class Stream:
         if rows.numel():
             raise DynamicEmbError(
                 f"checkpoint: {matrix.name}: {rows.numel()} rows, row {int(rows[0])} the first, have numbers beyond "
-                "the range of torch.float32, in which tables compute; all tables of the call are empty. Clamp them in the "
-                "checkpoint, or leave the rows out with id_maps"
+                "the range of torch.float32, in which tables compute; all tables of the call are empty. Clamp them in "
+                "the checkpoint, or leave the rows out with id_maps"
             )
         return narrow
 

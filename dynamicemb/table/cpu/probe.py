@@ -24,6 +24,8 @@ class IndexView(NamedTuple):
     bucket_offsets: int
     bucket_capacity: int
     num_tables: int
+    # Whether slot i of a table need not own the table's row i.
+    moved: bool
     scores: int = 0
     tags: int = 0
     # 0 where there are none.
@@ -47,6 +49,7 @@ def index_view(index: Residents) -> IndexView:
         index.bucket_offsets.data_ptr(),
         index.bucket_capacity,
         index.num_tables,
+        bool(index.moved.numpy()[0]),
     )
     if not isinstance(index, Index):
         return IndexView(*residents)

@@ -129,12 +129,6 @@ def load_float(pointer, mask):
 
 
 @triton.jit
-def stream_float(pointer, mask):
-    """Read values as fp32 that nobody reads again, 0 where masked."""
-    return load_evicting(pointer, mask, "evict_first")
-
-
-@triton.jit
 def load_evicting(pointer, mask, EVICTION: tl.constexpr):
     """Read values as fp32, 0 where masked; EVICTION is an ``eviction_policy``."""
     if pointer.dtype.element_ty == tl.bfloat16:

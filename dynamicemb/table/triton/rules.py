@@ -11,9 +11,6 @@ from dynamicemb.table.triton.philox import philox4x32, words_of
 from dynamicemb.table.triton.rows import bf16_bits, load_evicting, pointers, store_float
 
 
-import os
-_E2 = tl.constexpr(int(os.environ.get('E2','0')))
-
 class Rule(NamedTuple):
     """An optimizer as kernels are compiled for it; their parameter RULE.
 
@@ -98,7 +95,8 @@ def open_rows(address, table, valid, column, formats, RULE: tl.constexpr, ROW: t
         state += tl.multiple_of(tl.load(formats[1] + table) // 4, STATE_ALIGNMENT)
     state = state[:, None]
     weights = pointers(address, ROW.weight)[:, None] + column
-    old = load_evicting(weights, inside, "evict_first" if _E2 else "")
+    # Nobody reads the row again in this step; gradients of bags shall stay in the cache.
+    old = load_evicting(weights, inside, "evict_first")
     first = tl.zeros([1, 1], tl.float32)
     second = tl.zeros([1, 1], tl.float32)
     if RULE.kind == ADAM:

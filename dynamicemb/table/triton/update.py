@@ -26,8 +26,6 @@ from dynamicemb.table.triton.segments import (
 
 _FEW = tl.constexpr(FEW)
 _PIECE = tl.constexpr(PIECE)
-import os
-_E1 = tl.constexpr(int(os.environ.get('E1','1')))
 # Programs beyond those that fit at once even out unequal shares.
 _WAVES = 4
 # Values of a tile of whole segments.
@@ -140,7 +138,7 @@ def _gradients(
     if ROW.block_dim != ROW.dim:
         mask = mask & columns
     # Each occurrence of a bag reads the bag's gradient.
-    values = load_evicting(grad_ptr + place[:, None] + column, mask, "evict_last" if POOLED and _E1 else "evict_first")
+    values = load_evicting(grad_ptr + place[:, None] + column, mask, "evict_last" if POOLED else "evict_first")
     if RULE.clip > 0:
         # Comparisons with NaN are false: NaN stays.
         values = tl.where(values > RULE.clip, RULE.clip, values)
