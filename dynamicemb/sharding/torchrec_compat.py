@@ -4,15 +4,22 @@ The rest of this folder uses torchrec's public classes; what it needs beyond the
 release is one file to read.
 """
 
+import functools
 import inspect
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+try:
+    from torchrec.distributed.memory_stashing import MemoryStashingManager
+except ImportError:
+    MemoryStashingManager = None
 
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
@@ -81,6 +88,22 @@ def replace_values(
     )
 
 
+def jagged_tensor(values: torch.Tensor, weights: torch.Tensor | None, lengths: torch.Tensor) -> JaggedTensor:
+    """Return a JaggedTensor of parts that are known to fit; its constructor looks at them for some microseconds."""
+    if not _jagged_tensor_has_four_parts():
+        return JaggedTensor(values, weights, lengths)
+    jagged: JaggedTensor = JaggedTensor.__new__(JaggedTensor)
+    jagged.__dict__.update(_values=values, _weights=weights, _lengths=lengths, _offsets=None)
+    return jagged
+
+
+@functools.cache
+def _jagged_tensor_has_four_parts() -> bool:
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    made = JaggedTensor(nothing, nothing, nothing)
+    return vars(made) == {"_values": nothing, "_weights": nothing, "_lengths": nothing, "_offsets": None}
+
+
 def make_topology(**arguments: Any) -> Topology:
     """Build a planner topology. Newer releases log a warning that their factory was not used; it needs a trainer."""
     return Topology(**arguments)
@@ -106,3 +129,8 @@ def optimizer_of_parameter(parameter: nn.Parameter) -> type | None:
     """Return the optimizer class that `apply_optimizer_in_backward` attached to a parameter, if any."""
     classes = getattr(parameter, "_optimizer_classes", [None])
     return classes[0]
+
+
+def stashes_memory() -> bool:
+    """Say whether TorchRec moves weights of static tables to the host while they are not needed."""
+    return MemoryStashingManager is not None and bool(MemoryStashingManager.is_enabled())

@@ -13,6 +13,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.inputs import COUNT_DTYPES, MAX_FREQUENCY
+from dynamicemb.sharding.checks.lengths import ends_on_cpu, ends_on_device
 from dynamicemb.sharding.torchrec_compat import as_kjt
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
@@ -31,6 +32,7 @@ class Wanted:
         missing_as_empty: whether a feature that the batch lacks is read as one without ids.
         checks_on_device: whether somebody asks what a GPU finds out about lengths; only exchanges of dynamic tables do.
         device: where the tables are.
+        alone: whether there is one rank, which may raise at once what a GPU finds out.
     """
 
     names: list[str]
@@ -40,6 +42,7 @@ class Wanted:
     checks_on_device: bool
     device: torch.device
     counted: bool = False
+    alone: bool = False
 
 
 def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
@@ -50,15 +53,15 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         wanted: what the collection reads.
 
     Returns:
-        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPU, None on the CPU, where batch sizes
-        vary by feature, or where nobody asks. Where it is true, all ids are in the first bag, so that nothing is read
-        out of bounds.
+        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPUs of several ranks, None on the CPU, on a
+        rank alone, where batch sizes vary by feature, or where nobody asks. Where it is true, all ids are in the first
+        bag, so that nothing is read out of bounds.
 
     Raises:
         TypeError: ids, lengths, offsets or weights of a wrong type.
         ValueError: a feature or the weights are missing, or parts of the batch contradict each other.
 
-    Host sync: none on a GPU.
+    Host sync: one on the GPU of a rank alone if somebody asks about lengths, else none.
     """
     kjt = as_kjt(features)
     keys = _check_keys(kjt.keys(), wanted)
@@ -83,27 +86,25 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
     if lengths is None:
         assert offsets is not None
         lengths = offsets.diff()
-    lengths = lengths.to(torch.int64)
-    contradicts = None
-    if ids.device.type == "cpu":
-        length_per_key = _check_values(kjt, lengths, ids.numel(), batch_size)
-    else:
-        length_per_key = None
-        contradicts = _contradicts(lengths, offsets, ids.numel()) if wanted.checks_on_device else None
-        if contradicts is not None and lengths.numel():
-            in_first_bag = torch.zeros_like(lengths)
-            in_first_bag[:1] = ids.numel()
-            lengths = torch.where(contradicts, in_first_bag, lengths)
+    if lengths.dtype != torch.int64:
+        lengths = lengths.to(torch.int64)
+    ends, length_per_key, contradicts = _compared(kjt, lengths, batch_size, wanted)
+    if contradicts is not None and lengths.numel():
+        in_first_bag = torch.zeros_like(lengths)
+        in_first_bag[:1] = ids.numel()
+        lengths = torch.where(contradicts, in_first_bag, lengths)
     missing = [name for name in wanted.names if name not in keys]
     if missing:
         keys = [*keys, *missing]
         lengths = torch.cat([lengths, lengths.new_zeros(len(missing) * batch_size)])
         length_per_key = length_per_key and [*length_per_key, *[0] * len(missing)]
+        ends = None
     batch = KeyedJaggedTensor(
         keys=keys,
         values=ids.contiguous(),
         weights=weights,
         lengths=lengths,
+        offsets=ends,
         stride=batch_size,
         length_per_key=length_per_key,
     )
@@ -219,33 +220,47 @@ def _batch_size(kjt: KeyedJaggedTensor, num_keys: int) -> int:
     return batch_size
 
 
-def _check_values(kjt: KeyedJaggedTensor, lengths: torch.Tensor, num_ids: int, batch_size: int) -> list[int]:
-    """Compare what the parts of a batch on the CPU say about each other; return the lengths per key."""
-    if lengths.numel():
-        lowest, highest = (int(bound) for bound in lengths.aminmax())
-        # No sum overflows while no length is more than the ids.
-        total = int(lengths.sum()) if highest <= num_ids else highest
-    else:
-        lowest, total = 0, 0
-    if lowest < 0 or total != num_ids:
-        raise ValueError(
-            f"features: lengths must be non-negative and sum to the {num_ids} ids, "
-            f"got a minimum of {lowest} and a sum of {total}"
-        )
-    offsets = kjt.offsets_or_none()
-    if offsets is not None and offsets.numel():
-        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        if not torch.equal(offsets.to(torch.int64), ends):
+def _compared(
+    kjt: KeyedJaggedTensor, lengths: torch.Tensor, batch_size: int, wanted: Wanted
+) -> tuple[torch.Tensor | None, list[int] | None, torch.Tensor | None]:
+    """Compare what the parts of a batch say about each other.
+
+    Args:
+        kjt: the batch.
+        lengths: its lengths, i64 ``[F*B]``.
+        batch_size: B.
+        wanted: what the collection reads.
+
+    Returns:
+        ``(ends, length_per_key, contradicts)``: the running sums of lengths, i64 ``[F*B+1]``, and their sums by
+        feature, None where they are not known; ``contradicts`` is that of `read_features`.
+    """
+    num_ids, offsets = kjt.values().numel(), kjt.offsets_or_none()
+    if lengths.device.type == "cpu":
+        ends = ends_on_cpu(lengths, num_ids)
+        if offsets is not None and offsets.numel() and not torch.equal(offsets.to(torch.int64), ends):
             raise ValueError("features: offsets must start at 0 and be the running sum of lengths; pass one of them")
-    per_key: list[int] = lengths.view(-1, max(batch_size, 1)).sum(1).tolist() if batch_size else [0] * len(kjt.keys())
-    starts = [0, *itertools.accumulate(per_key)]
+        starts = ends[::batch_size].tolist() if batch_size else []
+    elif not wanted.checks_on_device:
+        return None, None, None
+    elif not wanted.alone:
+        return None, None, _contradicts(lengths, offsets, num_ids)
+    else:
+        ends, starts = ends_on_device(lengths, offsets, num_ids, batch_size)
+    starts = starts if batch_size else [0] * (len(kjt.keys()) + 1)
+    per_key = [end - start for start, end in itertools.pairwise(starts)]
+    if lengths.device.type == "cpu":
+        _check_remembered(kjt, per_key, starts)
+    return ends, per_key, None
+
+
+def _check_remembered(kjt: KeyedJaggedTensor, per_key: list[int], starts: list[int]) -> None:
     for name, given, right in (
         ("length_per_key", kjt.length_per_key_or_none(), per_key),
         ("offset_per_key", kjt.offset_per_key_or_none(), starts),
     ):
         if given is not None and list(given) != right:
             raise ValueError(f"features: {name}={list(given)}, but by its lengths {right}; leave {name} out")
-    return per_key
 
 
 def _contradicts(lengths: torch.Tensor, offsets: torch.Tensor | None, num_ids: int) -> torch.Tensor:
