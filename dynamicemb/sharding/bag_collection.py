@@ -186,7 +186,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
 
     def sharding_context(self, batch: KeyedJaggedTensor) -> EmbeddingShardingContext:
         """Return TorchRec's context of a batch in the one sharding of a rank alone."""
-        return EmbeddingShardingContext(batch_size_per_feature_pre_a2a=batch.stride_per_key())
+        return EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[batch.stride()] * len(batch.keys()))
 
     def _tied(self, ctx: DynamicBagContext, received: Any) -> Any:
         """Return what the shardings received, with weights whose gradients find their way back."""

@@ -6,6 +6,8 @@ release is one file to read.
 
 import functools
 import inspect
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,20 +90,86 @@ def replace_values(
     )
 
 
-def jagged_tensor(values: torch.Tensor, weights: torch.Tensor | None, lengths: torch.Tensor) -> JaggedTensor:
-    """Return a JaggedTensor of parts that are known to fit; its constructor looks at them for some microseconds."""
-    if not _jagged_tensor_has_four_parts():
-        return JaggedTensor(values, weights, lengths)
-    jagged: JaggedTensor = JaggedTensor.__new__(JaggedTensor)
-    jagged.__dict__.update(_values=values, _weights=weights, _lengths=lengths, _offsets=None)
-    return jagged
+def keyed_jagged_tensor(
+    keys: list[str],
+    values: torch.Tensor,
+    weights: torch.Tensor | None,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor | None,
+    stride: int,
+    starts: list[int] | None,
+) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor of parts that are known to fit.
+
+    Args:
+        keys: F features.
+        values: ids ``[N]``.
+        weights: one value per occurrence, or None.
+        lengths: i64 ``[F*B]``.
+        offsets: their running sums, i64 ``[F*B+1]``, if they are known.
+        stride: B.
+        starts: those of the running sums at which a feature begins or the last ends, F+1, if they are known.
+    """
+    return _made(
+        KeyedJaggedTensor,
+        keys=keys,
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        offsets=offsets,
+        stride=stride,
+        length_per_key=starts and sums_between(starts),
+        offset_per_key=starts,
+    )
+
+
+def jagged_tensors(
+    names: list[str],
+    values: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor] | None,
+    lengths: Sequence[torch.Tensor],
+) -> dict[str, JaggedTensor]:
+    """Return JaggedTensors of parts that are known to fit, by name; the parts are in the order of the names."""
+    none: list[None] = [None] * len(names)
+    parts = zip(names, values, none if weights is None else weights, lengths, strict=True)
+    return {name: _made(JaggedTensor, values=v, weights=w, lengths=n) for name, v, w, n in parts}
+
+
+def sums_between(starts: list[int]) -> list[int]:
+    """Return the numbers whose running sums, behind a 0, are `starts`."""
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+def _made(kind: Any, **parts: Any) -> Any:
+    """Return ``kind(**parts)``; the constructors of TorchRec's tensors take some microseconds to look at the parts."""
+    others = _other_fields(kind, tuple(parts))
+    if others is None:
+        return kind(**parts)
+    one = kind.__new__(kind)
+    fields = one.__dict__
+    fields.update(others)
+    for name, part in parts.items():
+        fields["_" + name] = part
+    return one
 
 
 @functools.cache
-def _jagged_tensor_has_four_parts() -> bool:
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    made = JaggedTensor(nothing, nothing, nothing)
-    return vars(made) == {"_values": nothing, "_weights": nothing, "_lengths": nothing, "_offsets": None}
+def _other_fields(kind: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the fields of TorchRec's tensors that do not depend on some arguments; None if this is not known.
+
+    Args:
+        kind: a KeyedJaggedTensor or a JaggedTensor.
+        names: of the arguments, which become fields as they are.
+    """
+    tensors = {"values", "weights", "lengths", "offsets"}
+    parts: dict[str, Any] = {
+        name: torch.empty(0, dtype=torch.int64, device="cpu") if name in tensors else [] for name in names
+    }
+    fields = vars(kind(**parts))
+    if any(fields.get("_" + name) is not part for name, part in parts.items()):
+        return None
+    others = {name: value for name, value in fields.items() if name[1:] not in names}
+    return others if all(value is None for value in others.values()) else None
 
 
 def make_topology(**arguments: Any) -> Topology:

@@ -4,7 +4,6 @@ Ids and lengths become int64, pooling weights float32, and weights that nobody r
 KeyedJaggedTensor merely remembers (offsets beside lengths, lengths per key) are compared with its lengths and left out.
 """
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.inputs import COUNT_DTYPES, MAX_FREQUENCY
 from dynamicemb.sharding.checks.lengths import ends_on_cpu, ends_on_device
-from dynamicemb.sharding.torchrec_compat import as_kjt
+from dynamicemb.sharding.torchrec_compat import as_kjt, keyed_jagged_tensor, sums_between
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
 _LENGTH_DTYPES = (torch.int64, torch.int32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wanted:
     """What a collection reads of a batch.
 
@@ -43,6 +42,20 @@ class Wanted:
     device: torch.device
     counted: bool = False
     alone: bool = False
+    # The keys of the batch before, which have been checked, and which features it lacked.
+    _checked: tuple[list[str], list[str]] = ([], [])
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Return which features a batch lacks.
+
+        Raises:
+            ValueError: it must not lack any, or it has one twice.
+        """
+        checked, missing = self._checked
+        if keys != checked:
+            missing = _missing(keys, self)
+            self._checked = (list(keys), missing)
+        return missing
 
 
 def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
@@ -64,7 +77,8 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
     Host sync: one on the GPU of a rank alone if somebody asks about lengths, else none.
     """
     kjt = as_kjt(features)
-    keys = _check_keys(kjt.keys(), wanted)
+    keys = kjt.keys()
+    missing = wanted.missing(keys)
     ids = kjt.values()
     _check_part("ids", ids, _ID_DTYPES, wanted.device)
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
@@ -88,27 +102,17 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         lengths = offsets.diff()
     if lengths.dtype != torch.int64:
         lengths = lengths.to(torch.int64)
-    ends, length_per_key, contradicts = _compared(kjt, lengths, batch_size, wanted)
+    ends, starts, contradicts = _compared(kjt, lengths, batch_size, wanted)
     if contradicts is not None and lengths.numel():
         in_first_bag = torch.zeros_like(lengths)
         in_first_bag[:1] = ids.numel()
         lengths = torch.where(contradicts, in_first_bag, lengths)
-    missing = [name for name in wanted.names if name not in keys]
     if missing:
         keys = [*keys, *missing]
         lengths = torch.cat([lengths, lengths.new_zeros(len(missing) * batch_size)])
-        length_per_key = length_per_key and [*length_per_key, *[0] * len(missing)]
+        starts = starts and [*starts, *[starts[-1]] * len(missing)]
         ends = None
-    batch = KeyedJaggedTensor(
-        keys=keys,
-        values=ids.contiguous(),
-        weights=weights,
-        lengths=lengths,
-        offsets=ends,
-        stride=batch_size,
-        length_per_key=length_per_key,
-    )
-    return batch, contradicts
+    return keyed_jagged_tensor(keys, ids.contiguous(), weights, lengths, ends, batch_size, starts), contradicts
 
 
 def read_counts(features: Any, wanted: Wanted) -> torch.Tensor | None:
@@ -150,7 +154,7 @@ def check_weights(batches: Iterable[KeyedJaggedTensor], weighted: bool) -> None:
         raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
 
 
-def _check_keys(keys: list[str], wanted: Wanted) -> list[str]:
+def _missing(keys: list[str], wanted: Wanted) -> list[str]:
     twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
     if twice:
         raise ValueError(f"features: keys {twice} occur twice in the batch, which has {keys}; name each feature once")
@@ -160,7 +164,7 @@ def _check_keys(keys: list[str], wanted: Wanted) -> list[str]:
             f"features: {missing} are not in the batch, which has {keys}; add them, if need be empty, or make the "
             "sharder with missing_features_as_empty=True"
         )
-    return keys
+    return missing
 
 
 def _check_part(name: str, part: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -232,35 +236,36 @@ def _compared(
         wanted: what the collection reads.
 
     Returns:
-        ``(ends, length_per_key, contradicts)``: the running sums of lengths, i64 ``[F*B+1]``, and their sums by
-        feature, None where they are not known; ``contradicts`` is that of `read_features`.
+        ``(ends, starts, contradicts)``: the running sums of lengths, i64 ``[F*B+1]``, and those of them at which a
+        feature begins or the last ends, None where they are not known; ``contradicts`` is that of `read_features`.
     """
     num_ids, offsets = kjt.values().numel(), kjt.offsets_or_none()
     if lengths.device.type == "cpu":
-        ends = ends_on_cpu(lengths, num_ids)
+        ends, starts = ends_on_cpu(lengths, num_ids, batch_size)
+        starts = starts if batch_size else [0] * (len(kjt.keys()) + 1)
         if offsets is not None and offsets.numel() and not torch.equal(offsets.to(torch.int64), ends):
             raise ValueError("features: offsets must start at 0 and be the running sum of lengths; pass one of them")
-        starts = ends[::batch_size].tolist() if batch_size else []
-    elif not wanted.checks_on_device:
+        _check_remembered(kjt, starts)
+        return ends, starts, None
+    if not wanted.checks_on_device:
         return None, None, None
-    elif not wanted.alone:
+    if not wanted.alone:
         return None, None, _contradicts(lengths, offsets, num_ids)
-    else:
-        ends, starts = ends_on_device(lengths, offsets, num_ids, batch_size)
-    starts = starts if batch_size else [0] * (len(kjt.keys()) + 1)
-    per_key = [end - start for start, end in itertools.pairwise(starts)]
-    if lengths.device.type == "cpu":
-        _check_remembered(kjt, per_key, starts)
-    return ends, per_key, None
+    ends, starts = ends_on_device(lengths, offsets, num_ids, batch_size)
+    return ends, starts if batch_size else [0] * (len(kjt.keys()) + 1), None
 
 
-def _check_remembered(kjt: KeyedJaggedTensor, per_key: list[int], starts: list[int]) -> None:
-    for name, given, right in (
-        ("length_per_key", kjt.length_per_key_or_none(), per_key),
-        ("offset_per_key", kjt.offset_per_key_or_none(), starts),
-    ):
-        if given is not None and list(given) != right:
-            raise ValueError(f"features: {name}={list(given)}, but by its lengths {right}; leave {name} out")
+def _check_remembered(kjt: KeyedJaggedTensor, starts: list[int]) -> None:
+    """Compare the sums of lengths that a batch remembers with the right ones."""
+    lengths, offsets = kjt.length_per_key_or_none(), kjt.offset_per_key_or_none()
+    if lengths is not None and list(lengths) != (right := sums_between(starts)):
+        raise ValueError(
+            f"features: length_per_key={list(lengths)}, but by its lengths {right}; leave length_per_key out"
+        )
+    if offsets is not None and list(offsets) != starts:
+        raise ValueError(
+            f"features: offset_per_key={list(offsets)}, but by its lengths {starts}; leave offset_per_key out"
+        )
 
 
 def _contradicts(lengths: torch.Tensor, offsets: torch.Tensor | None, num_ids: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 
@@ -11,27 +12,28 @@ CONTRADICTION = (
 )
 
 
-def ends_on_cpu(lengths: torch.Tensor, num_ids: int) -> torch.Tensor:
+def ends_on_cpu(lengths: torch.Tensor, num_ids: int, batch_size: int) -> tuple[torch.Tensor, list[int]]:
     """Return where each bag ends, and before them 0.
 
     Args:
-        lengths: i64 ``[K]`` on the CPU, ids of each of K bags.
+        lengths: i64 ``[F*B]`` on the CPU, ids of each bag.
         num_ids: N.
+        batch_size: B.
 
     Returns:
-        i64 ``[K+1]``, the running sums.
+        ``(ends i64 [F*B+1], starts)``: the running sums, and the F+1 of them at which a feature begins or the last
+        ends; just 0 where there are no bags.
 
     Raises:
         ValueError: a length is negative, or they do not sum to N.
 
     Example::
 
-        lengths [2, 0, 1], num_ids 3 -> [0, 2, 2, 3]
+        lengths [2, 0, 1, 4], num_ids 7, batch_size 2 -> ends [0, 2, 2, 3, 7], starts [0, 2, 7]
     """
-    lengths = lengths.contiguous()
-    ends = torch.empty(lengths.numel() + 1, dtype=torch.int64, device="cpu")
-    if _running_sums(lengths.numpy(), num_ids, ends.numpy()):
-        return ends
+    ends = np.empty(lengths.numel() + 1, dtype=np.int64)
+    if _running_sums(lengths.contiguous().numpy(), num_ids, ends):
+        return torch.from_numpy(ends), ends[:: batch_size or 1].tolist()
     lowest, highest = (int(bound) for bound in lengths.aminmax()) if lengths.numel() else (0, 0)
     # No sum overflows while no length is more than the ids.
     total = int(lengths.sum()) if highest <= num_ids else highest
@@ -58,7 +60,7 @@ def _running_sums(lengths: Any, num_ids: int, ends: Any) -> bool:
 def ends_on_device(
     lengths: torch.Tensor, offsets: torch.Tensor | None, num_ids: int, batch_size: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Do what `ends_on_cpu` does, with torch operators; also tell the host where each feature begins.
+    """Do what `ends_on_cpu` does, with torch operators.
 
     Args:
         lengths: i64 ``[F*B]``, ids of each bag.
@@ -67,7 +69,7 @@ def ends_on_device(
         batch_size: B.
 
     Returns:
-        ``(ends i64 [F*B+1], starts)``: ``starts`` are the F+1 of ``ends`` at which a feature begins or the last ends.
+        What `ends_on_cpu` returns.
 
     Raises:
         ValueError: a length is negative, they do not sum to N, or the offsets are others.

@@ -14,7 +14,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dynamicemb.sharding.torchrec_compat import jagged_tensor
+from dynamicemb.sharding.torchrec_compat import jagged_tensors
 
 
 class _Ready(Awaitable[Any]):
@@ -104,9 +104,7 @@ class ReadySequences(_Ready, EmbeddingCollectionAwaitable):
     def _wait_impl(self) -> dict[str, JaggedTensor]:
         features, names = self._features, self._names
         sizes = features.length_per_key()
-        rows = self._values.split(sizes)
+        rows = torch.split_with_sizes(self._values, sizes)
+        ids = torch.split_with_sizes(features.values(), sizes) if self._with_ids else None
         lengths = features.lengths().view(len(names), features.stride()).unbind()
-        if not self._with_ids:
-            return {name: jagged_tensor(rows[i], None, lengths[i]) for i, name in enumerate(names)}
-        ids = features.values().split(sizes)
-        return {name: jagged_tensor(rows[i], ids[i], lengths[i]) for i, name in enumerate(names)}
+        return jagged_tensors(names, rows, ids, lengths)

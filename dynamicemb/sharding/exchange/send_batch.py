@@ -104,13 +104,13 @@ class SendsBatches:
 
     def _keep(self, ctx: Any, batch: KeyedJaggedTensor) -> ReadySplits:
         """Do what TorchRec's ``input_dist`` does for a rank alone."""
-        with torch.no_grad():
-            if self._features_order:
+        if self._features_order:
+            with torch.no_grad():
                 batch = batch.permute(self._features_order, self._features_order_tensor)
-            batch = self.deduplicated(ctx, batch)
-            (input_dist,) = self._input_dists
-            assert isinstance(input_dist, DynamicFeaturesDist)
-            kept = input_dist.kept(batch)
+        batch = self.deduplicated(ctx, batch)
+        (input_dist,) = self._input_dists
+        assert isinstance(input_dist, DynamicFeaturesDist)
+        kept = input_dist.kept(batch)
         context = self.sharding_context(batch)
         context.batch_size_per_rank = [batch.stride()]
         ctx.sharding_contexts.append(context)
