@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torchrec.modules.utils import construct_jagged_tensors
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dynamicemb.sharding import torchrec_compat
 from dynamicemb.sharding.checks.features import Wanted
 from dynamicemb.sharding.checks.lengths import ends_on_cpu, ends_on_device
-from dynamicemb.sharding.exchange.alone import ReadyBags, ReadySplits
+from dynamicemb.sharding.exchange.alone import ReadyBags, ReadySequences, ReadySplits
 from dynamicemb.sharding.torchrec_compat import jagged_tensors, keyed_jagged_tensor
 from tests.sharding.test_sharding import CASES, MEAN, A, B
 from tests.support.ranks import RankPool, ranks  # noqa: F401
@@ -348,8 +349,10 @@ def watch(rank: int, world_size: int, pooled: bool) -> None:
     assert looked_up.dim() == (2 if pooled else 1)
     collection.post_odist_tracker_fn = None
     model(features)
-    assert len(seen) == 3
-    collection.post_lookup_tracker_fn = None
+    collection.post_lookup_tracker_fn, collection.post_odist_tracker_fn = None, lambda: seen.append(())
+    model(features)
+    assert len(seen) == 4 and seen[-1] == ()
+    collection.post_odist_tracker_fn = None
     inner, send_batch.stashes_memory = send_batch.stashes_memory, lambda: True
     try:
         assert not type(model(features)).__name__.startswith("Ready")
@@ -358,7 +361,7 @@ def watch(rank: int, world_size: int, pooled: bool) -> None:
     lookup = collection._lookups[0]
     lookup.optim_state_tracker_fn = lambda *args: seen.append(args)
     result = model(features)
-    assert len(seen) == 4 and type(result).__name__.startswith("Ready")
+    assert len(seen) == 5 and type(result).__name__.startswith("Ready")
     for name, value in outputs_of(case, expected).items():
         assert torch.equal(value, outputs_of(case, result)[name])
     collection._free_features_storage_early = True
@@ -397,3 +400,53 @@ def read_context(rank: int, world_size: int, pooled: bool) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_the_context_of_a_rank_alone_has_what_others_read(ranks: RankPool, pooled: bool) -> None:  # noqa: F811
     ranks.run(1, read_context, pooled)
+
+
+def leave_out_and_count(rank: int, world_size: int) -> None:
+    """A feature that a batch lacks, and counts of a batch in the order of the tables."""
+    case = Case((Table("b", ("f0", "f1"), score="LFU"),), pooled=False)
+    model = build(case, world_size, missing_as_empty=True)
+    counts, ids, lengths = torch.tensor([7, 1, 2]), torch.tensor([5, 6, 5]), torch.tensor([2, 1])
+    batch = KeyedJaggedTensor(["f0"], ids, weights=counts, lengths=lengths)
+    for _ in range(2):
+        outputs = model(batch)
+        assert outputs["f0"].lengths().tolist() == [2, 1] and outputs["f1"].lengths().tolist() == [0, 0]
+        assert torch.equal(outputs["f0"].values()[0], outputs["f0"].values()[2])
+    (tables,) = dynamic_modules(model)
+    slots = tables.tables.scan(0)
+    index = tables.tables.index
+    assert dict(zip(index.keys[slots].tolist(), index.scores[slots].tolist(), strict=True)) == {5: 18, 6: 2}
+
+
+def test_c10_counts_and_missing_features_of_a_rank_alone(ranks: RankPool) -> None:  # noqa: F811
+    ranks.run(1, leave_out_and_count)
+
+
+def test_sequences_come_with_their_ids_where_that_is_wanted() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    batch = keyed_jagged_tensor(
+        ["x", "y"], torch.tensor([7, 8, 9]), None, torch.tensor([1, 0, 0, 2]), None, 2, [0, 1, 3]
+    )
+    for with_ids in (False, True):
+        ready = ReadySequences(rows, batch, ["x", "y"], with_ids).wait()
+        built = construct_jagged_tensors(rows, batch, ["x", "y"], need_indices=with_ids)
+        assert list(ready) == list(built) == ["x", "y"]
+        for name, jagged in ready.items():
+            ids = built[name].weights_or_none()
+            assert torch.equal(jagged.values(), built[name].values())
+            assert torch.equal(jagged.lengths(), built[name].lengths())
+            assert jagged.weights_or_none() is None if ids is None else torch.equal(jagged.weights(), ids)
+
+
+def look_up_with_ids(rank: int, world_size: int) -> None:
+    case = Case((A,), pooled=False)
+    model = build(case, world_size)
+    collection_of(model)._need_indices = True
+    batch = make_batch(case, 0, rank)
+    ids = dict(zip(batch["keys"], split(batch, batch["values"]), strict=True))
+    for name, jagged in model(make_kjt(batch, case)).items():
+        assert torch.equal(jagged.weights(), ids[name])
+
+
+def test_a_collection_that_wants_ids_returns_them(ranks: RankPool) -> None:  # noqa: F811
+    ranks.run(1, look_up_with_ids)

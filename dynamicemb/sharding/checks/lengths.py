@@ -81,9 +81,9 @@ def ends_on_device(
             raise ValueError(CONTRADICTION)
         return lengths.new_zeros(1), [0]
     ends = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
-    numbers = [ends[::batch_size], torch.stack(lengths.aminmax())]
+    numbers = [ends[::batch_size], *torch.aminmax(lengths, dim=0, keepdim=True)]
     if offsets is not None:
-        numbers.append((offsets != ends).any().view(1))
+        numbers.append((offsets != ends).any(0, keepdim=True))
     told: list[int] = torch.cat(numbers).tolist()
     num_starts = lengths.numel() // batch_size + 1
     starts, (lowest, highest, *differ) = told[:num_starts], told[num_starts:]

@@ -12,7 +12,7 @@ from dynamicemb.sharding.checks.lengths import CONTRADICTION
 from dynamicemb.sharding.exchange.bucketize import bucketize
 from dynamicemb.sharding.exchange.dedup import pack_counts
 from dynamicemb.sharding.exchange.sent_batch import Sending, sent_batch_type
-from dynamicemb.sharding.torchrec_compat import replace_values
+from dynamicemb.sharding.torchrec_compat import keyed_jagged_tensor, replace_values
 from dynamicemb.table.ids import as_int64
 from dynamicemb.table.placement import Placement
 
@@ -65,11 +65,11 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         if self._world_size == 1:
             return NoWait(NoWait(self.kept(sparse_features)))
         ids, weights = as_int64(sparse_features.values()), self._weights(sparse_features)
-        lengths = sparse_features.lengths().view(-1)
-        lengths, order, position = bucketize(self._owners(ids, sparse_features), lengths, self._world_size)
-        ids = ids[order]
-        weights = weights[order] if weights is not None else None
-        self.unbucketize_permute_tensor = position if self._is_sequence or self.sending.wants_gradient else None
+        owners, remembers = self._owners(ids, sparse_features), self._is_sequence or self.sending.wants_gradient
+        lengths, order, position = bucketize(owners, sparse_features.lengths(), self._world_size, remembers)
+        ids = ids.index_select(0, order)
+        weights = None if weights is None else weights.index_select(0, order)
+        self.unbucketize_permute_tensor = position if remembers else None
         length_per_key = self._length_per_key(sparse_features, lengths)
         kind = sent_batch_type(self.sending, self._world_size, not self.keep_weights)
         return self._dist(
@@ -81,8 +81,16 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         weights = self._weights(features)
         if weights is features.weights_or_none():
             return features
-        per_key = features.length_per_key_or_none()
-        return replace_values(features, features.values(), features.lengths(), weights, length_per_key=per_key)
+        is_known = features.length_per_key_or_none() is not None
+        return keyed_jagged_tensor(
+            features.keys(),
+            features.values(),
+            weights,
+            features.lengths(),
+            features.offsets_or_none(),
+            features.stride(),
+            features.offset_per_key() if is_known else None,
+        )
 
     def _weights(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
         if self.sending.counts is not None:
@@ -101,7 +109,7 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         if contradicts is None:
             return None
         sums = lengths.view(self._world_size * len(features.keys()), -1).sum(1)
-        *length_per_key, wrong = torch.cat([sums, contradicts.to(sums.dtype)]).tolist()
+        *length_per_key, wrong = torch.cat([sums, contradicts]).tolist()
         if wrong:
             raise ValueError(CONTRADICTION)
         return length_per_key

@@ -26,6 +26,7 @@ class PlansInserts:
     ranks: dist.ProcessGroup | None = None
     _emb_modules: Any
     grouped_configs: list[Any]
+    _scale_gradient_factor: int
     # TorchRec's tracker of optimizer states.
     optim_state_tracker_fn: Any
     _feature_splits: list[int]
@@ -56,8 +57,12 @@ class PlansInserts:
     @cached_property
     def _is_single(self) -> bool:
         """Whether there is one group, for which TorchRec has nothing to split, to weigh or to join."""
-        is_plain = [not (config.is_weighted or config.has_feature_processor) for config in self.grouped_configs]
-        return is_plain == [True]
+        if len(self.grouped_configs) != 1 or any(getattr(self, "_feature_score_auto_collections", ())):
+            return False
+        (config,) = self.grouped_configs
+        # TorchRec scales the gradients of pooling weights.
+        is_scaled = config.is_weighted and self._scale_gradient_factor != 1
+        return not (is_scaled or config.has_feature_processor)
 
 
 def _plan_on_all_ranks(kernels: Any, features: list[KeyedJaggedTensor], ranks: dist.ProcessGroup | None) -> None:
