@@ -157,7 +157,8 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         if sending.error is not None:
             # An empty batch went in its place, and all ranks will raise.
             return awaitable
-        places = self.places_of_parts(batch)
+        in_order = self._is_alone and not self._features_order
+        places = [None] if in_order else self.places_of_parts(batch)
         for i, (context, part) in enumerate(zip(ctx.sharding_contexts, places, strict=True)):
             position = getattr(self._input_dists[i], "unbucketize_permute_tensor", None)
             ctx.sharding_contexts[i] = WeightedContext(context, sent_weights(weights, part, position))
@@ -179,7 +180,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         """Look up and start the exchange of results; see TorchRec's method."""
         features = self._tied(ctx, input)
         if self.is_short(ctx):
-            pooled = self._lookups[0](features[0])
+            pooled = self.looked_up(features[0], self._sharding_types[0])
             return self._completed(ctx, ReadyBags(pooled, self._embedding_names, self._embedding_dims))
         with taking_part(self._lookups, features):
             return self._finished(ctx, super().compute_and_output_dist(ctx, features))

@@ -130,7 +130,7 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
         """Look up and start the exchange of results; see TorchRec's method."""
         if self.is_short(ctx):
             features = input[0]
-            rows = self._lookups[0](features, flat=False)
+            rows = self.looked_up(features, DYNAMIC_ROW_WISE, flat=False)
             if rows.dim() == 1:
                 rows = rows.view(-1, self._embedding_dim)
             (names,) = self._embedding_names_per_sharding

@@ -60,15 +60,15 @@ def train_on_a_way(case: Case, short: bool, giving: str) -> tuple[list[Any], dic
         batch = make_batch(case, step, 0)
         if giving == "counts":
             batch["weights"] = torch.arange(batch["values"].numel()) % 5 + 1
-        elif giving == "gradients":
-            batch["weights"].requires_grad_()
-        if giving == "order" and step:
+        if "order" in giving and step:
             # Features in the order of the tables: nothing to permute.
             keys = collection_of(model)._names
             parts = dict(zip(batch["keys"], split(batch, batch["values"]), strict=True))
             sizes = dict(zip(batch["keys"], batch["lengths"].view(len(batch["keys"]), -1), strict=True))
             batch |= {"keys": keys, "values": torch.cat([parts[key] for key in keys])}
             batch["lengths"] = torch.cat([sizes[key] for key in keys])
+        if "gradients" in giving:
+            batch["weights"].requires_grad_()
         result = model(make_kjt(batch, case))
         assert type(result).__name__.startswith("Ready") is (short and not case.dedup), type(result)
         outputs = outputs_of(case, result)
@@ -77,7 +77,7 @@ def train_on_a_way(case: Case, short: bool, giving: str) -> tuple[list[Any], dic
             for name, value in outputs.items()
         ]
         loss_of(outputs).backward()
-        if giving == "gradients":
+        if "gradients" in giving:
             told.append(("weights", batch["weights"].grad, None))
     model.eval()
     with torch.no_grad():
@@ -116,6 +116,8 @@ def test_the_short_way_gives_what_torchrecs_way_gives(ranks: RankPool, name: str
         ("ebc-admission", "counts"),
         ("ebc-weighted", "gradients"),
         ("ebc-weighted-mean", "gradients"),
+        ("ebc-weighted", "gradients in order"),
+        ("ebc-weighted-mean", "gradients in order"),
         ("ec", "order"),
         ("ec-one", "order"),
         ("ebc-one", "order"),
@@ -450,3 +452,18 @@ def look_up_with_ids(rank: int, world_size: int) -> None:
 
 def test_a_collection_that_wants_ids_returns_them(ranks: RankPool) -> None:  # noqa: F811
     ranks.run(1, look_up_with_ids)
+
+
+def profile(rank: int, world_size: int, pooled: bool) -> set[str]:
+    case = Case((A,), pooled=pooled)
+    model = build(case, world_size)
+    features = make_kjt(make_batch(case, 0, rank), case)
+    with torch.profiler.profile() as profile:
+        assert type(model(features)).__name__.startswith("Ready")
+    return {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_profiles_show_the_lookup_of_a_rank_alone(ranks: RankPool, pooled: bool) -> None:  # noqa: F811
+    (names,) = ranks.run(1, profile, pooled)
+    assert "[lookup]_[collection]_[dynamic_row_wise]" in names, names

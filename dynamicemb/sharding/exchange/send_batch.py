@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.types import EmbeddingEvent
+from torchrec.distributed.utils import maybe_annotate_embedding_event
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.construct import check_device
@@ -38,6 +40,8 @@ class SendsBatches:
     _device: torch.device | None
     _env: Any
     _input_dists: list[nn.Module]
+    _lookups: list[Any]
+    _module_fqn: str | None
     _has_uninitialized_input_dist: bool
     _features_order: list[int]
     _features_order_tensor: torch.Tensor
@@ -123,6 +127,15 @@ class SendsBatches:
     def sharding_context(self, batch: KeyedJaggedTensor) -> Any:
         """Return TorchRec's context of a batch in the one sharding of a rank alone."""
         raise NotImplementedError
+
+    def looked_up(self, batch: KeyedJaggedTensor, sharding_type: str, **options: Any) -> torch.Tensor:
+        """Look up in the one sharding of a rank alone, under the label that TorchRec gives it in profiles."""
+        lookup = self._lookups[0]
+        # A label costs as much as a torch op.
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return lookup(batch, **options)
+        with maybe_annotate_embedding_event(EmbeddingEvent.LOOKUP, self._module_fqn, sharding_type):
+            return lookup(batch, **options)
 
     def is_short(self, ctx: Any) -> bool:
         """Say whether a looked-up batch needs nothing that TorchRec does around its lookup and exchange."""
