@@ -418,6 +418,9 @@ def leave_out_and_count(rank: int, world_size: int) -> None:
     slots = tables.tables.scan(0)
     index = tables.tables.index
     assert dict(zip(index.keys[slots].tolist(), index.scores[slots].tolist(), strict=True)) == {5: 18, 6: 2}
+    pooled = build(replace(case, pooled=True), world_size, missing_as_empty=True)(batch).to_dict()
+    assert pooled["f0"].shape == (2, 4) and pooled["f0"].any(1).all()
+    assert pooled["f1"].tolist() == [[0.0] * 4] * 2
 
 
 def test_c10_counts_and_missing_features_of_a_rank_alone(ranks: RankPool) -> None:  # noqa: F811
