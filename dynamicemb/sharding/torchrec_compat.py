@@ -14,14 +14,10 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
-
-try:
-    from torchrec.distributed.memory_stashing import MemoryStashingManager
-except ImportError:
-    MemoryStashingManager = None
 
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
@@ -201,4 +197,4 @@ def optimizer_of_parameter(parameter: nn.Parameter) -> type | None:
 
 def stashes_memory() -> bool:
     """Say whether TorchRec moves weights of static tables to the host while they are not needed."""
-    return MemoryStashingManager is not None and bool(MemoryStashingManager.is_enabled())
+    return bool(MemoryStashingManager.is_enabled())
