@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from dynamicemb.sharding.bag_mean import DynamicBagContext, averages_of, divide, divisors
 from dynamicemb.sharding.checks.features import check_weights
 from dynamicemb.sharding.compute_kernels import needs_counts
+from dynamicemb.sharding.exchange.alone import ReadyBags
 from dynamicemb.sharding.exchange.pooled_output import RwPooledSharding
 from dynamicemb.sharding.exchange.requests import let_go_of_graphs
 from dynamicemb.sharding.exchange.sent_batch import Sending
@@ -97,7 +98,8 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
             return super().input_dist(ctx, features)
         finally:
             # TorchRec's own division, of batches that vary in size; each batch says whether it wants it.
-            self._has_mean_pooling_callback = False
+            if self._has_mean_pooling_callback:
+                self._has_mean_pooling_callback = False
 
     def check_batch(self, batch: KeyedJaggedTensor) -> None:
         """Refuse what bags cannot do.
@@ -153,7 +155,8 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         if sending.error is not None:
             # An empty batch went in its place, and all ranks will raise.
             return awaitable
-        places = self.places_of_parts(batch)
+        in_order = self._is_alone and not self._features_order
+        places = [None] if in_order else self.places_of_parts(batch)
         for i, (context, part) in enumerate(zip(ctx.sharding_contexts, places, strict=True)):
             position = getattr(self._input_dists[i], "unbucketize_permute_tensor", None)
             ctx.sharding_contexts[i] = WeightedContext(context, sent_weights(weights, part, position))
@@ -174,12 +177,21 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
     def compute_and_output_dist(self, ctx: DynamicBagContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
         features = self._tied(ctx, input)
+        if self.is_short(ctx):
+            pooled = self.looked_up(features[0], self._sharding_types[0])
+            return self._completed(ctx, ReadyBags(pooled, self._embedding_names, self._embedding_dims))
         with taking_part(self._lookups, features):
             return self._finished(ctx, super().compute_and_output_dist(ctx, features))
 
+    def sharding_context(self, batch: KeyedJaggedTensor) -> EmbeddingShardingContext:
+        """Return TorchRec's context of a batch in the one sharding of a rank alone."""
+        return EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[batch.stride()] * len(batch.keys()))
+
     def _tied(self, ctx: DynamicBagContext, received: Any) -> Any:
         """Return what the shardings received, with weights whose gradients find their way back."""
-        check_weights(received, bool(self._is_weighted))
+        if not self._is_weighted:
+            return received
+        check_weights(received, True)
         contexts = getattr(ctx, "sharding_contexts", [])
         if not torch.is_grad_enabled() or not any(isinstance(context, WeightedContext) for context in contexts):
             return received
@@ -188,6 +200,10 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
         return KJTList(features)
 
     def _finished(self, ctx: DynamicBagContext, awaitable: Any) -> Any:
+        return let_go_of_graphs(self._completed(ctx, awaitable))
+
+    def _completed(self, ctx: DynamicBagContext, awaitable: Any) -> Any:
+        """Make an awaitable divide means and drop padding; return it."""
         # Modules that hold a collection may bring a context of their own.
         by = getattr(ctx, "divisors", None)
         if by is not None:
@@ -197,7 +213,7 @@ class ShardedDynamicEmbeddingBagCollection(WithDynamicTables, ShardedEmbeddingBa
             awaitable.callbacks.append(partial(_apply_mean_pooling, divisor=ctx.divisor))
         if getattr(ctx, "is_padded", False):
             awaitable.callbacks.append(bags_without_padding)
-        return let_go_of_graphs(awaitable)
+        return awaitable
 
 
 class DynamicEmbeddingBagCollectionSharder(DynamicSharder, EmbeddingBagCollectionSharder):

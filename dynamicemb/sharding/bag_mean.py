@@ -85,9 +85,13 @@ def divisors(features: KeyedJaggedTensor, averages: list[Average]) -> torch.Tens
     Host sync: none after the first call.
     """
     keys = features.keys()
-    positions = tuple(keys.index(average.feature) for average in averages)
+    place = {key: position for position, key in enumerate(keys)}
+    positions = tuple(place[average.feature] for average in averages)
     sizes = features.lengths().view(len(keys), -1)
-    by = sizes.index_select(0, _constant(positions, sizes.device)).clamp(min=1).to(torch.float32)
+    chosen = sizes
+    if positions != tuple(range(len(keys))):
+        chosen = sizes.index_select(0, _constant(positions, sizes.device))
+    by = chosen.clamp(min=1).to(torch.float32)
     weights = features.weights_or_none()
     if weights is not None and any(average.is_static for average in averages):
         sums = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights.detach()) + _EPSILON
@@ -108,9 +112,11 @@ def divide(pooled: KeyedTensor, outputs: list[str], divisors: torch.Tensor) -> K
     Host sync: none after the first call.
     """
     keys, dims, values = pooled.keys(), pooled.length_per_key(), pooled.values()
-    # Divisor M stands for all outputs that are not averaged.
-    by = torch.cat([divisors.to(values.dtype), values.new_ones(values.shape[0], 1)], dim=1)
+    by = divisors.to(values.dtype)
     divisor_of = {name: m for m, name in enumerate(outputs)}
+    if any(key not in divisor_of for key in keys):
+        # Divisor M stands for all outputs that are not averaged.
+        by = torch.cat([by, values.new_ones(values.shape[0], 1)], dim=1)
     divisor_per_key = tuple(divisor_of.get(key, len(outputs)) for key in keys)
     per_column = by.index_select(1, _per_column(divisor_per_key, tuple(dims), values.device))
     return KeyedTensor(keys=keys, length_per_key=dims, values=values / per_column, key_dim=1)

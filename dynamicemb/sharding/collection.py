@@ -9,10 +9,11 @@ from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection,
 )
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.compute_kernels import needs_counts
+from dynamicemb.sharding.exchange.alone import ReadySequences
 from dynamicemb.sharding.exchange.dedup import Deduplication
 from dynamicemb.sharding.exchange.requests import let_go_of_graphs
 from dynamicemb.sharding.exchange.sent_batch import Sending, forget_counts
@@ -123,8 +124,27 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
     def compute_and_output_dist(self, ctx: DynamicCollectionContext, input: Any) -> Any:
         """Look up and start the exchange of results; see TorchRec's method."""
+        if self.is_short(ctx):
+            features = input[0]
+            rows = self.looked_up(features, DYNAMIC_ROW_WISE, flat=False)
+            if rows.dim() == 1:
+                rows = rows.view(-1, self._embedding_dim)
+            (names,) = self._embedding_names_per_sharding
+            return _without_padding(ctx, ReadySequences(rows, features, names, self._need_indices))
         self._forget_counts(ctx, input)
         return _unpadded(ctx, super().compute_and_output_dist(ctx, input))
+
+    def is_short(self, ctx: DynamicCollectionContext) -> bool:
+        """Say whether a looked-up batch needs nothing that TorchRec does around its lookup and exchange."""
+        return not (ctx.reverse_indices or ctx.seq_vbe_ctx) and super().is_short(ctx)
+
+    def sharding_context(self, batch: KeyedJaggedTensor) -> SequenceShardingContext:
+        """Return TorchRec's context of a batch in the one sharding of a rank alone."""
+        return SequenceShardingContext(features_before_input_dist=batch)
+
+    def deduplicated(self, ctx: DynamicCollectionContext, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return what a rank alone looks up of its batch, the features in the order of the tables."""
+        return self._dedup_indices(ctx, [batch])[0] if self._use_index_dedup else batch
 
     def _forget_counts(self, ctx: Any, dist_input: Any) -> None:
         for context, batch in zip(getattr(ctx, "sharding_contexts", []), dist_input, strict=False):
@@ -159,10 +179,15 @@ class ShardedDynamicEmbeddingCollection(WithDynamicTables, ShardedEmbeddingColle
 
 
 def _unpadded(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
+    return let_go_of_graphs(_without_padding(ctx, awaitable))
+
+
+def _without_padding(ctx: DynamicCollectionContext, awaitable: Any) -> Any:
+    """Make an awaitable drop padding; return it."""
     # Modules that hold a collection may bring a context of their own.
     if getattr(ctx, "is_padded", False):
         awaitable.callbacks.append(sequences_without_padding)
-    return let_go_of_graphs(awaitable)
+    return awaitable
 
 
 class DynamicEmbeddingCollectionSharder(DynamicSharder, EmbeddingCollectionSharder):

@@ -4,14 +4,19 @@ The rest of this folder uses torchrec's public classes; what it needs beyond the
 release is one file to read.
 """
 
+import functools
 import inspect
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -81,6 +86,88 @@ def replace_values(
     )
 
 
+def keyed_jagged_tensor(
+    keys: list[str],
+    values: torch.Tensor,
+    weights: torch.Tensor | None,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor | None,
+    stride: int,
+    starts: list[int] | None,
+) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor of parts that are known to fit.
+
+    Args:
+        keys: F features.
+        values: ids ``[N]``.
+        weights: one value per occurrence, or None.
+        lengths: i64 ``[F*B]``.
+        offsets: their running sums, i64 ``[F*B+1]``, if they are known.
+        stride: B.
+        starts: those of the running sums at which a feature begins or the last ends, F+1, if they are known.
+    """
+    return _made(
+        KeyedJaggedTensor,
+        keys=keys,
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        offsets=offsets,
+        stride=stride,
+        length_per_key=starts and sums_between(starts),
+        offset_per_key=starts,
+    )
+
+
+def jagged_tensors(
+    names: list[str],
+    values: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor] | None,
+    lengths: Sequence[torch.Tensor],
+) -> dict[str, JaggedTensor]:
+    """Return JaggedTensors of parts that are known to fit, by name; the parts are in the order of the names."""
+    none: list[None] = [None] * len(names)
+    parts = zip(names, values, none if weights is None else weights, lengths, strict=True)
+    return {name: _made(JaggedTensor, values=v, weights=w, lengths=n) for name, v, w, n in parts}
+
+
+def sums_between(starts: list[int]) -> list[int]:
+    """Return the numbers whose running sums, behind a 0, are `starts`."""
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+def _made(kind: Any, **parts: Any) -> Any:
+    """Return ``kind(**parts)``; the constructors of TorchRec's tensors take some microseconds to look at the parts."""
+    others = _other_fields(kind, tuple(parts))
+    if others is None:
+        return kind(**parts)
+    one = kind.__new__(kind)
+    fields = one.__dict__
+    fields.update(others)
+    for name, part in parts.items():
+        fields["_" + name] = part
+    return one
+
+
+@functools.cache
+def _other_fields(kind: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the fields of TorchRec's tensors that do not depend on some arguments; None if this is not known.
+
+    Args:
+        kind: a KeyedJaggedTensor or a JaggedTensor.
+        names: of the arguments, which become fields as they are.
+    """
+    tensors = {"values", "weights", "lengths", "offsets"}
+    parts: dict[str, Any] = {
+        name: torch.empty(0, dtype=torch.int64, device="cpu") if name in tensors else [] for name in names
+    }
+    fields = vars(kind(**parts))
+    if any(fields.get("_" + name) is not part for name, part in parts.items()):
+        return None
+    others = {name: value for name, value in fields.items() if name[1:] not in names}
+    return others if all(value is None for value in others.values()) else None
+
+
 def make_topology(**arguments: Any) -> Topology:
     """Build a planner topology. Newer releases log a warning that their factory was not used; it needs a trainer."""
     return Topology(**arguments)
@@ -106,3 +193,8 @@ def optimizer_of_parameter(parameter: nn.Parameter) -> type | None:
     """Return the optimizer class that `apply_optimizer_in_backward` attached to a parameter, if any."""
     classes = getattr(parameter, "_optimizer_classes", [None])
     return classes[0]
+
+
+def stashes_memory() -> bool:
+    """Say whether TorchRec moves weights of static tables to the host while they are not needed."""
+    return bool(MemoryStashingManager.is_enabled())

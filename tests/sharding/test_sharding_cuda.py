@@ -12,9 +12,17 @@ import torch
 
 from dynamicemb.optimizer import EmbOptimType
 from dynamicemb.sharding.bag_mean import Average, divide, divisors
+from dynamicemb.sharding.checks.lengths import ends_on_cpu, ends_on_device
 from dynamicemb.sharding.exchange.bucketize import bucketize
 from dynamicemb.sharding.exchange.dedup import Deduplication
-from tests.sharding import test_batches, test_sharding, test_sharding_edges, test_sharding_module, test_train_pipeline
+from tests.sharding import (
+    test_alone,
+    test_batches,
+    test_sharding,
+    test_sharding_edges,
+    test_sharding_module,
+    test_train_pipeline,
+)
 from tests.support.ranks import GpuRanks, gpu_ranks, skip_without_gpus  # noqa: F401
 from tests.support.sharded_model import (
     Case,
@@ -264,3 +272,37 @@ def test_input_dist_waits_for_the_gpu_once_at_most() -> None:
     assert waits == 0
     assert torch.equal(mean.values()[:, :3].cpu(), (1 / sizes[:, 1:]).expand(-1, 3).cpu())
     assert bool((mean.values()[:, 3:] == 1).all())
+
+
+def wait_once(rank: int, world_size: int, case: Case) -> int:
+    model = build(case, world_size).eval()
+    parts = make_batch(case, 0, rank)
+    batch = {name: part.cuda() if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+
+    def look_up() -> list[torch.Tensor]:
+        with torch.no_grad():
+            # A batch of its own each time: a tensor remembers sums that it has been asked for.
+            result = model(make_kjt(batch, case))
+            return [result.values()] if case.pooled else [jagged.values() for jagged in result.values()]
+
+    outputs, waits = count_waits(look_up)
+    assert all(bool(output.isfinite().all()) for output in outputs)
+    return waits
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_rank_alone_waits_for_the_gpu_once(gpu_ranks: GpuRanks, pooled: bool) -> None:  # noqa: F811
+    assert gpu_ranks.run(1, wait_once, on_gpu(Case((test_sharding.A, test_sharding.B), pooled=pooled))) == [1]
+
+
+@pytest.mark.parametrize("kind", test_alone.LENGTHS)
+def test_lengths_are_compared_on_the_gpu_as_on_the_cpu(kind: str) -> None:
+    numbers, batch_size, is_right = test_alone.LENGTHS[kind]
+    lengths, num_ids = torch.tensor(numbers, dtype=torch.int64), test_alone.NUM_IDS.get(kind, 0)
+    if not is_right:
+        with pytest.raises(ValueError, match="features: lengths must be non-negative"):
+            ends_on_device(lengths.cuda(), None, num_ids, batch_size)
+        return
+    ends, starts = ends_on_device(lengths.cuda(), None, num_ids, batch_size)
+    on_cpu, starts_on_cpu = ends_on_cpu(lengths, num_ids, batch_size)
+    assert torch.equal(ends.cpu(), on_cpu) and starts == starts_on_cpu

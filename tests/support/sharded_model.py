@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynamicemb.sharding.checks.lengths import ends_on_cpu
 from dynamicemb.sharding.exchange.bucketize import bucketize
 from tests.support.ranks import local_world_size
 
@@ -115,6 +116,7 @@ def compile_kernels() -> None:
             module.eval()(ids, offsets, weights)
             module.export_keys_values("t", "cpu")
     bucketize(torch.tensor([1, 0, 1]), torch.tensor([2, 1]), 2)
+    ends_on_cpu(offsets.diff(), 3, 1)
 
 
 # The ranks' side

@@ -4,7 +4,6 @@ Ids and lengths become int64, pooling weights float32, and weights that nobody r
 KeyedJaggedTensor merely remembers (offsets beside lengths, lengths per key) are compared with its lengths and left out.
 """
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.inputs import COUNT_DTYPES, MAX_FREQUENCY
-from dynamicemb.sharding.torchrec_compat import as_kjt
+from dynamicemb.sharding.checks.lengths import ends_on_cpu, ends_on_device
+from dynamicemb.sharding.torchrec_compat import as_kjt, keyed_jagged_tensor, sums_between
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.uint64)
 _LENGTH_DTYPES = (torch.int64, torch.int32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wanted:
     """What a collection reads of a batch.
 
@@ -31,6 +31,7 @@ class Wanted:
         missing_as_empty: whether a feature that the batch lacks is read as one without ids.
         checks_on_device: whether somebody asks what a GPU finds out about lengths; only exchanges of dynamic tables do.
         device: where the tables are.
+        alone: whether there is one rank, which may raise at once what a GPU finds out.
     """
 
     names: list[str]
@@ -40,6 +41,21 @@ class Wanted:
     checks_on_device: bool
     device: torch.device
     counted: bool = False
+    alone: bool = False
+    # The keys of the batch before, which have been checked, and which features it lacked.
+    _checked: tuple[list[str], list[str]] = ([], [])
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Return which features a batch lacks.
+
+        Raises:
+            ValueError: it must not lack any, or it has one twice.
+        """
+        checked, missing = self._checked
+        if keys != checked:
+            missing = _missing(keys, self)
+            self._checked = (list(keys), missing)
+        return missing
 
 
 def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, torch.Tensor | None]:
@@ -50,18 +66,19 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
         wanted: what the collection reads.
 
     Returns:
-        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPU, None on the CPU, where batch sizes
-        vary by feature, or where nobody asks. Where it is true, all ids are in the first bag, so that nothing is read
-        out of bounds.
+        ``(batch, contradicts)``: ``contradicts`` is a bool ``[1]`` on the GPUs of several ranks, None on the CPU, on a
+        rank alone, where batch sizes vary by feature, or where nobody asks. Where it is true, all ids are in the first
+        bag, so that nothing is read out of bounds.
 
     Raises:
         TypeError: ids, lengths, offsets or weights of a wrong type.
         ValueError: a feature or the weights are missing, or parts of the batch contradict each other.
 
-    Host sync: none on a GPU.
+    Host sync: one on the GPU of a rank alone if somebody asks about lengths, else none.
     """
     kjt = as_kjt(features)
-    keys = _check_keys(kjt.keys(), wanted)
+    keys = kjt.keys()
+    missing = wanted.missing(keys)
     ids = kjt.values()
     _check_part("ids", ids, _ID_DTYPES, wanted.device)
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
@@ -83,31 +100,19 @@ def read_features(features: Any, wanted: Wanted) -> tuple[KeyedJaggedTensor, tor
     if lengths is None:
         assert offsets is not None
         lengths = offsets.diff()
-    lengths = lengths.to(torch.int64)
-    contradicts = None
-    if ids.device.type == "cpu":
-        length_per_key = _check_values(kjt, lengths, ids.numel(), batch_size)
-    else:
-        length_per_key = None
-        contradicts = _contradicts(lengths, offsets, ids.numel()) if wanted.checks_on_device else None
-        if contradicts is not None and lengths.numel():
-            in_first_bag = torch.zeros_like(lengths)
-            in_first_bag[:1] = ids.numel()
-            lengths = torch.where(contradicts, in_first_bag, lengths)
-    missing = [name for name in wanted.names if name not in keys]
+    if lengths.dtype != torch.int64:
+        lengths = lengths.to(torch.int64)
+    ends, starts, contradicts = _compared(kjt, lengths, batch_size, wanted)
+    if contradicts is not None and lengths.numel():
+        in_first_bag = torch.zeros_like(lengths)
+        in_first_bag[:1] = ids.numel()
+        lengths = torch.where(contradicts, in_first_bag, lengths)
     if missing:
         keys = [*keys, *missing]
         lengths = torch.cat([lengths, lengths.new_zeros(len(missing) * batch_size)])
-        length_per_key = length_per_key and [*length_per_key, *[0] * len(missing)]
-    batch = KeyedJaggedTensor(
-        keys=keys,
-        values=ids.contiguous(),
-        weights=weights,
-        lengths=lengths,
-        stride=batch_size,
-        length_per_key=length_per_key,
-    )
-    return batch, contradicts
+        starts = starts and [*starts, *[starts[-1]] * len(missing)]
+        ends = None
+    return keyed_jagged_tensor(keys, ids.contiguous(), weights, lengths, ends, batch_size, starts), contradicts
 
 
 def read_counts(features: Any, wanted: Wanted) -> torch.Tensor | None:
@@ -149,7 +154,7 @@ def check_weights(batches: Iterable[KeyedJaggedTensor], weighted: bool) -> None:
         raise ValueError("features: the collection is weighted, but the batch has no weights; pass weights=")
 
 
-def _check_keys(keys: list[str], wanted: Wanted) -> list[str]:
+def _missing(keys: list[str], wanted: Wanted) -> list[str]:
     twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
     if twice:
         raise ValueError(f"features: keys {twice} occur twice in the batch, which has {keys}; name each feature once")
@@ -159,7 +164,7 @@ def _check_keys(keys: list[str], wanted: Wanted) -> list[str]:
             f"features: {missing} are not in the batch, which has {keys}; add them, if need be empty, or make the "
             "sharder with missing_features_as_empty=True"
         )
-    return keys
+    return missing
 
 
 def _check_part(name: str, part: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -219,33 +224,48 @@ def _batch_size(kjt: KeyedJaggedTensor, num_keys: int) -> int:
     return batch_size
 
 
-def _check_values(kjt: KeyedJaggedTensor, lengths: torch.Tensor, num_ids: int, batch_size: int) -> list[int]:
-    """Compare what the parts of a batch on the CPU say about each other; return the lengths per key."""
-    if lengths.numel():
-        lowest, highest = (int(bound) for bound in lengths.aminmax())
-        # No sum overflows while no length is more than the ids.
-        total = int(lengths.sum()) if highest <= num_ids else highest
-    else:
-        lowest, total = 0, 0
-    if lowest < 0 or total != num_ids:
-        raise ValueError(
-            f"features: lengths must be non-negative and sum to the {num_ids} ids, "
-            f"got a minimum of {lowest} and a sum of {total}"
-        )
-    offsets = kjt.offsets_or_none()
-    if offsets is not None and offsets.numel():
-        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        if not torch.equal(offsets.to(torch.int64), ends):
+def _compared(
+    kjt: KeyedJaggedTensor, lengths: torch.Tensor, batch_size: int, wanted: Wanted
+) -> tuple[torch.Tensor | None, list[int] | None, torch.Tensor | None]:
+    """Compare what the parts of a batch say about each other.
+
+    Args:
+        kjt: the batch.
+        lengths: its lengths, i64 ``[F*B]``.
+        batch_size: B.
+        wanted: what the collection reads.
+
+    Returns:
+        ``(ends, starts, contradicts)``: the running sums of lengths, i64 ``[F*B+1]``, and those of them at which a
+        feature begins or the last ends, None where they are not known; ``contradicts`` is that of `read_features`.
+    """
+    num_ids, offsets = kjt.values().numel(), kjt.offsets_or_none()
+    if lengths.device.type == "cpu":
+        ends, starts = ends_on_cpu(lengths, num_ids, batch_size)
+        starts = starts if batch_size else [0] * (len(kjt.keys()) + 1)
+        if offsets is not None and offsets.numel() and not torch.equal(offsets.to(torch.int64), ends):
             raise ValueError("features: offsets must start at 0 and be the running sum of lengths; pass one of them")
-    per_key: list[int] = lengths.view(-1, max(batch_size, 1)).sum(1).tolist() if batch_size else [0] * len(kjt.keys())
-    starts = [0, *itertools.accumulate(per_key)]
-    for name, given, right in (
-        ("length_per_key", kjt.length_per_key_or_none(), per_key),
-        ("offset_per_key", kjt.offset_per_key_or_none(), starts),
-    ):
-        if given is not None and list(given) != right:
-            raise ValueError(f"features: {name}={list(given)}, but by its lengths {right}; leave {name} out")
-    return per_key
+        _check_remembered(kjt, starts)
+        return ends, starts, None
+    if not wanted.checks_on_device:
+        return None, None, None
+    if not wanted.alone:
+        return None, None, _contradicts(lengths, offsets, num_ids)
+    ends, starts = ends_on_device(lengths, offsets, num_ids, batch_size)
+    return ends, starts if batch_size else [0] * (len(kjt.keys()) + 1), None
+
+
+def _check_remembered(kjt: KeyedJaggedTensor, starts: list[int]) -> None:
+    """Compare the sums of lengths that a batch remembers with the right ones."""
+    lengths, offsets = kjt.length_per_key_or_none(), kjt.offset_per_key_or_none()
+    if lengths is not None and list(lengths) != (right := sums_between(starts)):
+        raise ValueError(
+            f"features: length_per_key={list(lengths)}, but by its lengths {right}; leave length_per_key out"
+        )
+    if offsets is not None and list(offsets) != starts:
+        raise ValueError(
+            f"features: offset_per_key={list(offsets)}, but by its lengths {starts}; leave offset_per_key out"
+        )
 
 
 def _contradicts(lengths: torch.Tensor, offsets: torch.Tensor | None, num_ids: int) -> torch.Tensor:

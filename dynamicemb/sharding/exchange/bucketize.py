@@ -11,14 +11,15 @@ _BAGS_PER_TASK = 256
 
 
 def bucketize(
-    owners: torch.Tensor, lengths: torch.Tensor, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    owners: torch.Tensor, lengths: torch.Tensor, world_size: int, with_position: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Order the occurrences by (owner, bag, position) and count them per owner and bag.
 
     Args:
         owners: i64 ``[N]``, rank of each occurrence; occurrences are in bag order.
         lengths: i32 or i64 ``[K]``, occurrences per bag, K bags, sum N.
         world_size: W.
+        with_position: whether ``position`` is wanted; else it may be None.
 
     Returns:
         ``(new_lengths [W * K] of lengths' dtype, order i64[N], position i64[N])``: place ``j`` gets occurrence
@@ -33,22 +34,24 @@ def bucketize(
     """
     if owners.device.type == "cpu":
         return _bucketize_on_cpu(owners, lengths, world_size)
-    return bucketize_with_torch(owners, lengths, world_size)
+    return bucketize_with_torch(owners, lengths, world_size, with_position)
 
 
 def bucketize_with_torch(
-    owners: torch.Tensor, lengths: torch.Tensor, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    owners: torch.Tensor, lengths: torch.Tensor, world_size: int, with_position: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Do what `bucketize` does with torch operators: a stable sort by owner keeps bags and positions in order."""
     num_occurrences, num_bags, device = owners.numel(), lengths.numel(), owners.device
     # A radix sort takes one pass for each 8 bits of the type.
     order = torch.sort(owners.to(torch.uint8 if world_size <= 2**8 else torch.int32), stable=True)[1]
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(num_occurrences, device=device))
+    position = None
+    if with_position:
+        position = torch.empty_like(order).scatter_(0, order, torch.arange(num_occurrences, device=device))
     bags = torch.repeat_interleave(
         torch.arange(num_bags, device=device), lengths.to(torch.int64), output_size=num_occurrences
     )
     new_lengths = torch.zeros(world_size * num_bags, dtype=torch.int64, device=device)
-    new_lengths.scatter_add_(0, owners * num_bags + bags, torch.ones_like(owners))
+    new_lengths.scatter_add_(0, torch.add(bags, owners, alpha=num_bags), torch.ones_like(owners))
     return new_lengths.to(lengths.dtype), order, position
 
 

@@ -5,13 +5,14 @@ import itertools
 import torch
 import torch.distributed as dist
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.sharding.checks.lengths import CONTRADICTION
 from dynamicemb.sharding.exchange.bucketize import bucketize
 from dynamicemb.sharding.exchange.dedup import pack_counts
 from dynamicemb.sharding.exchange.sent_batch import Sending, sent_batch_type
-from dynamicemb.sharding.torchrec_compat import replace_values
+from dynamicemb.sharding.torchrec_compat import keyed_jagged_tensor, replace_values
 from dynamicemb.table.ids import as_int64
 from dynamicemb.table.placement import Placement
 
@@ -61,23 +62,40 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         Returns:
             Two nested awaitables (sizes, then contents) of the ids that this rank owns, of all ranks' samples.
         """
-        ids = as_int64(sparse_features.values())
-        weights = sparse_features.weights() if self.keep_weights else None
-        if self.sending.counts is not None:
-            weights = pack_counts(self.sending.counts)
-        lengths = sparse_features.lengths().view(-1)
-        self.unbucketize_permute_tensor = None
-        if self._world_size > 1:
-            lengths, order, position = bucketize(self._owners(ids, sparse_features), lengths, self._world_size)
-            ids = ids[order]
-            weights = weights[order] if weights is not None else None
-            if self._is_sequence or self.sending.wants_gradient:
-                self.unbucketize_permute_tensor = position
+        if self._world_size == 1:
+            return NoWait(NoWait(self.kept(sparse_features)))
+        ids, weights = as_int64(sparse_features.values()), self._weights(sparse_features)
+        owners, remembers = self._owners(ids, sparse_features), self._is_sequence or self.sending.wants_gradient
+        lengths, order, position = bucketize(owners, sparse_features.lengths(), self._world_size, remembers)
+        ids = ids.index_select(0, order)
+        weights = None if weights is None else weights.index_select(0, order)
+        self.unbucketize_permute_tensor = position if remembers else None
         length_per_key = self._length_per_key(sparse_features, lengths)
         kind = sent_batch_type(self.sending, self._world_size, not self.keep_weights)
         return self._dist(
             replace_values(sparse_features, ids, lengths, weights, self._world_size, kind, length_per_key)
         )
+
+    def kept(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return what a rank alone looks up: its batch, with the weights that `forward` would send."""
+        weights = self._weights(features)
+        if weights is features.weights_or_none():
+            return features
+        is_known = features.length_per_key_or_none() is not None
+        return keyed_jagged_tensor(
+            features.keys(),
+            features.values(),
+            weights,
+            features.lengths(),
+            features.offsets_or_none(),
+            features.stride(),
+            features.offset_per_key() if is_known else None,
+        )
+
+    def _weights(self, features: KeyedJaggedTensor) -> torch.Tensor | None:
+        if self.sending.counts is not None:
+            return pack_counts(self.sending.counts)
+        return features.weights() if self.keep_weights else None
 
     def _length_per_key(self, features: KeyedJaggedTensor, lengths: torch.Tensor) -> list[int] | None:
         """Return the sums of lengths ``[W * F * B]`` per rank and feature; None leaves them to TorchRec.
@@ -91,12 +109,9 @@ class DynamicFeaturesDist(RwSparseFeaturesDist):
         if contradicts is None:
             return None
         sums = lengths.view(self._world_size * len(features.keys()), -1).sum(1)
-        *length_per_key, wrong = torch.cat([sums, contradicts.to(sums.dtype)]).tolist()
+        *length_per_key, wrong = torch.cat([sums, contradicts]).tolist()
         if wrong:
-            raise ValueError(
-                "features: lengths must be non-negative and sum to the number of ids, and offsets, if there are any, "
-                "must start at 0 and be their running sum"
-            )
+            raise ValueError(CONTRADICTION)
         return length_per_key
 
     def _owners(self, ids: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def _exchange(
 
 
 class PooledOutputDist(RwPooledEmbeddingDist):
-    """TorchRec's reduce-scatter; on gloo, an all-to-all when batch sizes differ between ranks.
+    """TorchRec's reduce-scatter; on gloo, an all-to-all when batch sizes differ between ranks. A rank alone needs none.
 
     The two move the same number of bytes.
     """
@@ -85,6 +85,8 @@ class PooledOutputDist(RwPooledEmbeddingDist):
             sharding_ctx: holds the batch size of every rank.
         """
         if sharding_ctx is not None and not sharding_ctx.variable_batch_per_feature:
+            if self._pg.size() == 1:
+                return NoWait(local_embs)
             sizes = sharding_ctx.batch_size_per_rank
             # A group of several backends ("cpu:gloo,cuda:nccl") has no one name: what serves CPU tensors is gloo.
             gloo = local_embs.device.type == "cpu" or dist.get_backend(self._pg) == "gloo"

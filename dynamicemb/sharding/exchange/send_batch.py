@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.types import EmbeddingEvent
+from torchrec.distributed.utils import maybe_annotate_embedding_event
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.embedding.construct import check_device
 from dynamicemb.sharding.checks.features import Wanted, read_counts, read_features
+from dynamicemb.sharding.exchange.alone import ReadySplits
 from dynamicemb.sharding.exchange.input_dist import DynamicFeaturesDist
 from dynamicemb.sharding.exchange.sent_batch import Sending, empty_batch
 from dynamicemb.sharding.exchange.stand_in import pad_empty_batch
-from dynamicemb.sharding.torchrec_compat import replace_values
+from dynamicemb.sharding.torchrec_compat import replace_values, stashes_memory
 from dynamicemb.warn import warn
 
 # Lists of a context that TorchRec fills while it sends.
@@ -37,6 +40,8 @@ class SendsBatches:
     _device: torch.device | None
     _env: Any
     _input_dists: list[nn.Module]
+    _lookups: list[Any]
+    _module_fqn: str | None
     _has_uninitialized_input_dist: bool
     _features_order: list[int]
     _features_order_tensor: torch.Tensor
@@ -45,6 +50,9 @@ class SendsBatches:
     _keys_in_order: list[str] | None = None
     _inverse_names: list[str] | None = None
     _has_said_weights_are_idle: bool = False
+    # TorchRec's trackers of what is looked up.
+    post_lookup_tracker_fn: Any
+    post_odist_tracker_fn: Any
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Start the exchange of ids; see TorchRec's method.
@@ -76,11 +84,67 @@ class SendsBatches:
         self.prepare(ctx, padded)
         self._make_input_dists()
         self._order_features(padded)
-        if self._sending.counts is not None:
+        alone = self._is_alone and self._is_kept(padded)
+        if self._sending.counts is not None and (self._features_order or not alone):
             parts = zip(self._input_dists, self.places_of_parts(padded), strict=True)
             (places,) = (places for input_dist, places in parts if isinstance(input_dist, DynamicFeaturesDist))
             self._sending.counts = self._sending.counts[places]
-        return super().input_dist(ctx, padded)  # type: ignore[misc]
+        return self._keep(ctx, padded) if alone else super().input_dist(ctx, padded)  # type: ignore[misc]
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        """Whether one rank has all tables, and these are dynamic: nothing is exchanged, and there is one sharding."""
+        are_dynamic = [isinstance(input_dist, DynamicFeaturesDist) for input_dist in self._input_dists]
+        # TorchRec collects scores for its own tables.
+        scored = getattr(self, "_enabled_feature_score_auto_collection", False)
+        return self._env.world_size == 1 and are_dynamic == [True] and not scored
+
+    def _is_kept(self, batch: KeyedJaggedTensor) -> bool:
+        """Say whether a rank alone need not ask TorchRec about this batch."""
+        # A pipeline may ask TorchRec to free the memory of batches in another order.
+        return not (self._features_order and getattr(self, "_free_features_storage_early", False)) and (
+            not batch.variable_stride_per_key()
+        )
+
+    def _keep(self, ctx: Any, batch: KeyedJaggedTensor) -> ReadySplits:
+        """Do what TorchRec's ``input_dist`` does for a rank alone."""
+        if self._features_order:
+            with torch.no_grad():
+                batch = batch.permute(self._features_order, self._features_order_tensor)
+        batch = self.deduplicated(ctx, batch)
+        (input_dist,) = self._input_dists
+        assert isinstance(input_dist, DynamicFeaturesDist)
+        kept = input_dist.kept(batch)
+        context = self.sharding_context(batch)
+        context.batch_size_per_rank = [batch.stride()]
+        ctx.sharding_contexts.append(context)
+        return ReadySplits(kept, ctx)
+
+    def deduplicated(self, ctx: Any, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return what a rank alone looks up of its batch, the features in the order of the tables."""
+        return batch
+
+    def sharding_context(self, batch: KeyedJaggedTensor) -> Any:
+        """Return TorchRec's context of a batch in the one sharding of a rank alone."""
+        raise NotImplementedError
+
+    def looked_up(self, batch: KeyedJaggedTensor, sharding_type: str, **options: Any) -> torch.Tensor:
+        """Look up in the one sharding of a rank alone, under the label that TorchRec gives it in profiles."""
+        lookup = self._lookups[0]
+        # A label costs as much as a torch op.
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return lookup(batch, **options)
+        with maybe_annotate_embedding_event(EmbeddingEvent.LOOKUP, self._module_fqn, sharding_type):
+            return lookup(batch, **options)
+
+    def is_short(self, ctx: Any) -> bool:
+        """Say whether a looked-up batch needs nothing that TorchRec does around its lookup and exchange."""
+        return (
+            self._is_alone
+            and self.post_lookup_tracker_fn is None
+            and self.post_odist_tracker_fn is None
+            and not stashes_memory()
+        )
 
     def places_of_parts(self, batch: KeyedJaggedTensor) -> list[torch.Tensor]:
         """Return, for each sharding, which occurrences of a batch its input dist gets, i64 ``[M]``."""
@@ -109,7 +173,7 @@ class SendsBatches:
         self._sending.counts = read_counts(features, self._wanted)
         self.check_batch(batch)
         # Before any group of tables is looked up, and on all ranks.
-        for module in self.dynamic_embedding_modules:
+        for module in self._dynamic_modules:
             module.check_ready()
         if not self._has_said_weights_are_idle and not self._wanted.weighted:
             self._say_weights_are_idle(features)
@@ -169,7 +233,13 @@ class SendsBatches:
             checks_on_device=self._has_dynamic_tables,
             device=self._tables_device,
             counted=self.reads_counts and not has_scores,
+            alone=self._env.world_size == 1,
         )
+
+    @cached_property
+    def _dynamic_modules(self) -> list[Any]:
+        """The dynamic tables of this rank, found once; a collection keeps its own."""
+        return self.dynamic_embedding_modules
 
     @cached_property
     def _names(self) -> list[str]:

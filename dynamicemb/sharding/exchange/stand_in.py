@@ -23,6 +23,8 @@ def pad_empty_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights=features.weights_or_none(),
         lengths=lengths,
         stride=1,
+        # Sums that are known spare the host of a GPU a wait.
+        length_per_key=features.length_per_key_or_none(),
     )
 
 

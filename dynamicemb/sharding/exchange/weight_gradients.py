@@ -77,15 +77,17 @@ def remembering_order(input_dists: Iterable[Any]) -> Iterator[None]:
             one._is_sequence = False
 
 
-def sent_weights(weights: torch.Tensor, places: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
+def sent_weights(weights: torch.Tensor, places: torch.Tensor | None, position: torch.Tensor | None) -> torch.Tensor:
     """Return weights in the order in which they are sent, with their graph.
 
     Args:
         weights: ``[N]``, as the user gave them.
-        places: i64 ``[M]``, which of them an input dist got, in its order.
+        places: i64 ``[M]``, which of them an input dist got, in its order; None is all, as they are.
         position: i64 ``[M]``, where the input dist put each of those; None is where it was.
     """
-    chosen = weights.to(torch.float32).index_select(0, places)
+    chosen = weights.to(torch.float32)
+    if places is not None:
+        chosen = chosen.index_select(0, places)
     return chosen if position is None else torch.zeros_like(chosen).index_copy(0, position.long(), chosen)
 
 
@@ -118,7 +120,9 @@ def with_gradients(features: list[KeyedJaggedTensor], contexts: Sequence[Any], g
             received = batch.weights().detach()
             anchor = torch.zeros((), device=received.device, requires_grad=True)
             weights = _Exchanged.apply(sent, anchor, received, _places_received(batch, context), context, group)
-        features[i] = replace_values(batch, batch.values(), batch.lengths(), weights)
+        # Sums of lengths that are known spare the host of a GPU a wait.
+        per_key = batch.length_per_key_or_none()
+        features[i] = replace_values(batch, batch.values(), batch.lengths(), weights, length_per_key=per_key)
 
 
 @contextmanager
