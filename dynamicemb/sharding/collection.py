@@ -10,6 +10,7 @@ from torchrec.distributed.embedding import (
 )
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.sharding.compute_kernels import needs_counts
