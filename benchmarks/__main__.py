@@ -134,14 +134,21 @@ def _report(lines: list[report.Line], path: Path, folder: Path, console: Console
 def _write_page(folder: Path, console: Console) -> int:
     """Write the page of the measurements, and draw the pictures of every file of results."""
     page.write(folder, page.PAGE)
-    drawn = [path for file in sorted(folder.glob("*.jsonl")) for path in plot.plot(_latest(file), folder, file.stem)]
+    drawn = [path for file in sorted(folder.glob("*.jsonl")) for path in _drawn(file, folder)]
     console.print(f"{page.PAGE}, {len(drawn)} pictures", markup=False, soft_wrap=True)
     return 0
 
 
+def _drawn(file: Path, folder: Path) -> list[Path]:
+    """Draw the pictures of a file of results."""
+    lines = _latest(file)
+    return plot.plot(lines, folder, file.stem) if lines else []
+
+
 def _latest(path: Path) -> list[report.Line]:
-    """Return the last result of every case of a file."""
-    return list({line["case"]: line for line in report.read_all(path) if "error" not in line}.values())
+    """Return the last result of every case of a file; lines of other tools, as those of the matrix, have no case."""
+    lines = report.read_all(path)
+    return list({line["case"]: line for line in lines if "case" in line and "error" not in line}.values())
 
 
 def _run(args: argparse.Namespace, cases: list[AnyCase], path: Path, console: Console) -> list[dict[str, Any]]:

@@ -80,9 +80,8 @@ def find_or_insert(
     rows = find_and_list(index, ids, table_ranges, frequencies, missing)
     admission, staged = newcomers.admission, None
     is_plain = admission is None and not missing.ordered and not index.expires
-    if ids.numel() > 0 and is_plain and newcomers.initializers.mode_mask:
-        insert_missing(index, store, newcomers, ids, table_ranges, frequencies, rows, missing)
-    elif ids.numel() > 0:
+    batch = (ids, table_ranges, frequencies, rows, missing)
+    if ids.numel() > 0 and not (is_plain and insert_missing(index, store, newcomers, *batch)):
         if admission is not None and admission.needs_amounts:
             missing = missing.counting()
         elect(index, ids, rows, table_ranges, frequencies, missing, admission)

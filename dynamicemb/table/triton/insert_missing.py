@@ -4,11 +4,15 @@ Most steps of a training run miss little, so that the four kernels of an insert 
 else. Here their work is done by one kernel, in which all programs wait for each other twice: until all leaders are
 elected, and until all are placed. No more programs are launched than the device holds at once (a cooperative launch,
 which the driver otherwise refuses), and no more take part than there are missing ids.
+
+Such a kernel begins when it has the device to itself. Beside kernels that wait for other ranks, as NCCL's do, two ranks
+could then wait for each other for ever: where there are several ranks, the four kernels run.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -75,8 +79,8 @@ def insert_missing(
     frequencies: torch.Tensor | None,
     rows: torch.Tensor,
     missing: Missing,
-) -> None:
-    """Do what ``elect``, ``insert``, ``initialize_leaders`` and ``settle`` do one after the other.
+) -> bool:
+    """Do what ``elect``, ``insert``, ``initialize_leaders`` and ``settle`` do one after the other, if that may be.
 
     Args:
         index: the group's index, in which no id expires.
@@ -88,13 +92,22 @@ def insert_missing(
         rows: i32 ``[N]``, -1 for missing occurrences, which become rows, or stay -1 where a bucket is full.
         missing: the scratch memory, with the missing occurrences noted; not ``ordered``.
 
+    Returns:
+        Whether it was done. It was not, and nothing was launched, where there are several ranks, where initializers do
+        not know their modes, and where a CUDA graph captures the first lookup of its kind: what is prepared for it must
+        be there also before the graph is replayed.
+
     Host sync: none; capturable. Bytes moved: those of the four kernels, of which ``settle`` reads missing occurrences
     only.
     """
     initializers = newcomers.initializers
+    if not initializers.mode_mask or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
     key = ("insert_missing", frequencies is not None, initializers.mode_mask)
     prepared = index.prepared.get(key)
     if prepared is None or prepared[0] is not store.dims:
+        if store.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
         launcher = _prepare(index, store, frequencies is not None, initializers.mode_mask)
         prepared = index.prepared[key] = (store.dims, launcher)
     launcher = prepared[1]
@@ -105,6 +118,7 @@ def insert_missing(
          newcomers.state_values),
         (missing.num_claims - 1, missing.num_lists, missing.stride),
     )  # fmt: skip
+    return True
 
 
 def _prepare(index: Index, store: RowStore, has_frequencies: bool, modes: int) -> Launcher:

@@ -224,6 +224,14 @@ def _num_processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def _most_programs(capability: tuple[int, int]) -> int:
+    """Return how many programs a multiprocessor holds, however small they are (CUDA's guide, technical specifications).
+
+    Those of data centres since Ampere hold 32, the others 16 or more.
+    """
+    return 32 if capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 16
+
+
 def programs_at_once(device: torch.device, for_each: int) -> int:
     """Return how many programs a device holds at once, of which a multiprocessor holds ``for_each``.
 
@@ -231,6 +239,7 @@ def programs_at_once(device: torch.device, for_each: int) -> int:
     """
     if device.type != "cuda":
         return 1
+    for_each = min(for_each, _most_programs(torch.cuda.get_device_capability(device)))
     return for_each * _num_processors(torch._C._cuda_getDevice() if device.index is None else device.index)
 
 
