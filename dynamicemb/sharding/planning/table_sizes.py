@@ -14,7 +14,6 @@ from dynamicemb.dynamicemb_config import (
     DEFAULT_INDEX_TYPE,
     MAX_DIM,
     WEIGHT_DTYPES,
-    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     complete_initializer_args,
     data_type_to_dtype,
@@ -108,7 +107,7 @@ def table_options_on_rank(config: Any, options: DynamicEmbTableOptions, world_si
     return dataclasses.replace(
         copy.copy(options),
         bucket_capacity=bucket,
-        max_capacity=None if _grows_without_limit(options) else most,
+        max_capacity=None if options.grows_without_limit else most,
         init_capacity=init,
         admission_counter=None if options.admit_strategy is None else options.admission_counter,
         local_hbm_for_values=options.local_hbm_for_values or -(-options.global_hbm_for_values // world_size),
@@ -127,7 +126,7 @@ def slots_on_rank(config: Any, options: DynamicEmbTableOptions, world_size: int)
     """
     options = given_options(options)
     rows, bucket_capacity = -(-config.num_embeddings // world_size), options.bucket_capacity
-    if _grows_without_limit(options):
+    if options.grows_without_limit:
         bucket_capacity = bucket_capacity or DEFAULT_BUCKET_CAPACITY
         rows = max(math.ceil(rows / options.max_load_factor), options.init_capacity or 0)
     init = min(options.init_capacity or rows, rows)
@@ -139,11 +138,7 @@ def slots_on_rank(config: Any, options: DynamicEmbTableOptions, world_size: int)
 def grows(config: Any, options: DynamicEmbTableOptions, world_size: int) -> bool:
     """Return whether a table may become larger than it is at first, as far as it is planned for."""
     init, most, _ = slots_on_rank(config, options, world_size)
-    return init < most or _grows_without_limit(options)
-
-
-def _grows_without_limit(options: DynamicEmbTableOptions) -> bool:
-    return options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
+    return init < most or options.grows_without_limit
 
 
 def check_config(config: Any) -> None:

@@ -20,7 +20,7 @@ from dynamicemb.table.triton.rows import (
 
 # Bags of a program, one after another. On an H200, with bags of 10 rows of 128 floats, 4 take 10 % less time than 1 or
 # 8; so do 4 rows in flight than 8.
-_MOST_BAGS = 4
+_MOST_BAGS = tl.constexpr(4)
 _POOL_TILE = 512
 _GRAD_TILE = 1024
 
@@ -96,10 +96,9 @@ def _prepare(store: RowStore, output_dtype: torch.dtype, pooling: int, is_weight
         "WEIGHTED": is_weighted,
         "AT_ONCE": rows_at_once(shape),
         "OUTPUT": TRITON_DTYPES[output_dtype],
-        "BAGS": _MOST_BAGS,
     }
     stays = (store.row_bytes, store.dims, store.chunk_shift)
-    return Launcher(store.device, _pool_kernel, constants, stays, num_warps=pool_warps(shape)), _MOST_BAGS
+    return Launcher(store.device, _pool_kernel, constants, stays, num_warps=pool_warps(shape)), _MOST_BAGS.value
 
 
 @triton.jit
@@ -244,12 +243,11 @@ def _pool_kernel(
     WEIGHTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OUTPUT: tl.constexpr,
-    BAGS: tl.constexpr,
 ):
     k = tl.program_id(0) * each
     last = tl.minimum(k + each, num_bags)
     # Many features have one id for each sample: then no bag of the program holds up another.
-    bag = tl.minimum(k + tl.arange(0, BAGS), last - 1)
+    bag = tl.minimum(k + tl.arange(0, _MOST_BAGS), last - 1)
     begin = tl.load(offsets_ptr + bag)
     length = tl.load(offsets_ptr + bag + 1) - begin
     if tl.max(length, 0) <= 1:
