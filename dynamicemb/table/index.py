@@ -64,6 +64,8 @@ def unshared(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
 
 # Where ``prepared`` is kept: not a field.
 _PREPARED = "_prepared"
+# In ``prepared``, a list of tensors that kernels under way may read: whoever lets go of them does it by stream.
+KEPT = "kept"
 
 
 class _Tensors:

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from dynamicemb.table.growing.relocation import rebuild
 from dynamicemb.table.index import EVICTED, FAILED, INSERTED, NOW, NUM_TALLIES, OLDEST, SEEN, STEP, Index
 from dynamicemb.table.layout import locate
 from dynamicemb.table.scores import (
+    COUNT_ALL,
     SCORE_COMPOUND,
     SCORE_CUSTOMIZED,
     SCORE_LFU,
@@ -21,7 +24,8 @@ from dynamicemb.table.scores import (
     SCORE_STEP,
     SCORE_TIMESTAMP,
 )
-from dynamicemb.table.triton.missing import Missing
+from dynamicemb.table.triton.judged import SLOTS
+from dynamicemb.table.triton.missing import MAX_IDS, Missing
 from tests.conftest import reason_to_skip
 from tests.support.twins import EXTREME, TENSORS, Twins, draw, strategies_of
 
@@ -264,6 +268,17 @@ def test_a_call_cut_short_leaves_nothing_in_the_next_ones_way(
     for side, options in ((twins.cpu, {}), (twins.gpu, {"deterministic": True})):
         side.lookup(ids, table_ranges, None, **options)
     twins.assert_equal()
+
+
+def test_a_lookup_whose_scratch_memory_kernels_cannot_number_is_refused() -> None:
+    keys = torch.zeros(1, dtype=torch.int64, device="meta")
+    numbers = {"num_slots": 2**31 - 1, "bucket_capacity": 16, "counting": COUNT_ALL, "has_stamps": True}
+    index = cast(Index, SimpleNamespace(keys=keys, prepared={}, **numbers))
+    assert (SLOTS.value + 1) * MAX_IDS < 2**31
+    missing = Missing.allocate(index, MAX_IDS, ordered=False)
+    assert missing.num_filled < 2**31 and missing.scratch.numel() == missing.end
+    with pytest.raises(ValueError, match=f"a lookup of {MAX_IDS + 1} ids is too large, the most are {MAX_IDS}"):
+        Missing.allocate(index, MAX_IDS + 1)
 
 
 def test_c03_no_ids_at_all(backend: str, on_gpu: bool) -> None:

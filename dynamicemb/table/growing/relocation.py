@@ -10,7 +10,7 @@ import torch
 from dynamicemb.capacity import MAX_GROUP_SLOTS
 from dynamicemb.host_memory import require_host_memory
 from dynamicemb.table.backends import Kernels
-from dynamicemb.table.index import OLDEST, Index
+from dynamicemb.table.index import KEPT, OLDEST, Index
 from dynamicemb.table.layout import DIGEST_EMPTY, DIGEST_ERASED
 from dynamicemb.table.memory import allocate
 from dynamicemb.table.rows import RowStore
@@ -53,7 +53,10 @@ def grow(index: Index, store: RowStore, kernels: Kernels, table: int, factor: in
     fresh = torch.arange(store.next_row, store.next_row + added, dtype=torch.int32, device=store.device)
     _move(index, kernels, (begin, end), kept, new, fresh)
     # Only now does anything change: all memory has been found.
+    _release(store.chunk_bases)
     store.add_chunk(table, chunk)
+    for tensor in index.prepared.get(KEPT, ()):
+        _release(tensor)
     for name, column in grown.items():
         _release(getattr(index, name))
         setattr(index, name, column)

@@ -5,8 +5,9 @@ else. Here their work is done by one kernel, in which all programs wait for each
 elected, and until all are placed. No more programs are launched than the device holds at once (a cooperative launch,
 which the driver otherwise refuses), and no more take part than there are missing ids.
 
-Such a kernel begins when it has the device to itself. Beside kernels that wait for other ranks, as NCCL's do, two ranks
-could then wait for each other for ever: where there are several ranks, the four kernels run.
+Such a kernel begins when the device has room for all of its programs at once. Beside kernels that wait for other ranks,
+as NCCL's do, two ranks could then wait for each other for ever: where torch.distributed has several ranks, the four
+kernels run.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dynamicemb.table.admission import Newcomers
-from dynamicemb.table.index import Index
+from dynamicemb.table.index import KEPT, Index
 from dynamicemb.table.rows import RowStore
 from dynamicemb.table.triton.constants import ARRIVED, COUNT_NONE, LEADERS_LENGTH, MISSING_LENGTH
 from dynamicemb.table.triton.elect import BLOCK, elect_missed
@@ -37,10 +38,9 @@ from dynamicemb.table.triton.rows import row_shape
 from dynamicemb.table.triton.score_function import compile_score
 from dynamicemb.table.triton.settle import count_outcomes, settle_missed
 
-# Warps that a multiprocessor holds at once if a thread has FULL_PROCESSOR registers. Normal values and large buckets
-# take twice as many registers, and half as many programs.
-_WARPS = 32
-_LARGE_BUCKET = 256
+# Programs of one warp that a multiprocessor holds at once if a thread has FULL_PROCESSOR registers. Normal values take
+# twice as many registers, and half as many programs.
+_PROGRAMS = 32
 _NORMAL_MODES = 0b11
 
 
@@ -93,15 +93,20 @@ def insert_missing(
         missing: the scratch memory, with the missing occurrences noted; not ``ordered``.
 
     Returns:
-        Whether it was done. It was not, and nothing was launched, where there are several ranks, where initializers do
-        not know their modes, and where a CUDA graph captures the first lookup of its kind: what is prepared for it must
-        be there also before the graph is replayed.
+        Whether it was done. It was not, and nothing was launched, where there are several ranks, where buckets are so
+        large that ``insert`` takes several warps for each, where initializers do not know their modes, and where a CUDA
+        graph captures the first lookup of its kind: what is prepared for it must be there also before the graph is
+        replayed.
 
     Host sync: none; capturable. Bytes moved: those of the four kernels, of which ``settle`` reads missing occurrences
     only.
     """
     initializers = newcomers.initializers
-    if not initializers.mode_mask or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if (
+        not initializers.mode_mask
+        or warps_of(index) > 1
+        or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    ):
         return False
     key = ("insert_missing", frequencies is not None, initializers.mode_mask)
     prepared = index.prepared.get(key)
@@ -139,15 +144,14 @@ def _prepare(index: Index, store: RowStore, has_frequencies: bool, modes: int) -
         calls, BLOCK,
     )  # fmt: skip
     function = None if index.score_function is None else compile_score(index.score_function)
-    is_large = bool(modes & _NORMAL_MODES) or index.bucket_capacity > _LARGE_BUCKET
-    registers, warps = FULL_PROCESSOR * (1 + is_large), _WARPS // (1 + is_large)
+    factor = 2 if modes & _NORMAL_MODES else 1
     stays = (addresses, store.chunk_shift, shape.max_dim, shape.max_tail)
     launcher = Launcher(
         device, _insert_missing_kernel, {"RULE": rule, "ROW": shape, "FUNCTION": function}, stays,
-        num_warps=warps_of(index), enable_fp_fusion=False, maxnreg=registers, launch_cooperative_grid=True,
+        num_warps=1, enable_fp_fusion=False, maxnreg=factor * FULL_PROCESSOR, launch_cooperative_grid=True,
     )  # fmt: skip
-    launcher.keep(addresses)
-    launcher.fill = programs_at_once(device, warps // warps_of(index))
+    index.prepared.setdefault(KEPT, []).append(addresses)
+    launcher.fill = programs_at_once(device, _PROGRAMS // factor)
     return launcher
 
 

@@ -88,9 +88,7 @@ class Launcher:
     with a pointer that is not aligned. A launch then looks at the arguments that change and at no others.
     """
 
-    __slots__ = (
-        "_aligned", "_compiled", "_constants", "_device", "_kept", "_kernel", "_options", "_stays", "_types", "fill"
-    )  # fmt: skip
+    __slots__ = ("_aligned", "_compiled", "_constants", "_device", "_kernel", "_options", "_stays", "_types", "fill")
 
     def __init__(
         self,
@@ -119,7 +117,6 @@ class Launcher:
         # What launches, its first and last arguments, and the compiled kernel; first for pointers that are not all
         # aligned, then for those that are.
         self._compiled: list[tuple[Any, ...] | None] = [None, None]
-        self._kept: tuple[torch.Tensor, ...] = ()
         # Programs that fill the device.
         self.fill = persistent_grid(device, 2**31 - 1, options.get("num_warps", 4))[0]
         if device.type == "cuda":
@@ -128,10 +125,6 @@ class Launcher:
             self._stays = [arg if isinstance(arg, int) else arg.data_ptr() for arg in stays]
             tensors = [word for word, kind in zip(self._stays, self._types, strict=True) if not isinstance(kind, int)]
             self._aligned = all(word % _ALIGNMENT == 0 for word in tensors)
-
-    def keep(self, *tensors: torch.Tensor) -> None:
-        """Let tensors live as long as the launcher."""
-        self._kept = tensors
 
     def __call__(self, programs: int, pointers: tuple[Argument, ...], integers: tuple[int, ...] = ()) -> None:
         """Launch.

@@ -18,8 +18,9 @@ from dynamicemb.table.index import Index
 from dynamicemb.table.scores import COUNT_NONE
 from dynamicemb.table.triton.launch import carve, power_of_two
 
-# A place of the scratch table is encoded as ``-2 - place`` in an int32, and there are up to four places per occurrence.
-MAX_IDS = 2**29 - 1
+# Kernels number words of scratch memory in 32 bits. The last part begins 17 words for each occurrence behind the first;
+# what is filled is less.
+MAX_IDS = (2**31 - 1) // 17
 
 # Words of ``lengths``, each one less than the number.
 LEADERS_LENGTH = 0
@@ -153,8 +154,12 @@ class Missing:
             index: the group's index.
             num_ids: N.
             ordered: None asks ``is_deterministic()``.
+
+        Raises:
+            ValueError: more than MAX_IDS.
         """
-        assert num_ids <= MAX_IDS
+        if num_ids > MAX_IDS:
+            raise ValueError(f"indices: a lookup of {num_ids} ids is too large, the most are {MAX_IDS}; look up parts")
         if ordered is None:
             ordered = is_deterministic()
         num_claims = max(4, power_of_two(2 * num_ids))
